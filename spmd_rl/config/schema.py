@@ -1,0 +1,183 @@
+"""Every setting of a run, as frozen dataclasses: one class per section of the YAML file.
+
+The comment behind a field is its documentation; `config/load.py` merges files and command-line
+overrides into these classes and refuses what does not fit; `config/check.py` refuses contradictions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from omegaconf import MISSING
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    name: str = "run"  # shown in the console and the report
+    folder: str = "runs/${run.name}"  # everything that the run writes lies under it
+    seed: int = 0  # the only source of randomness: data order, sampling, initialisation
+    resume: str = "auto"  # auto: the latest valid checkpoint, if any | none: a fresh folder | a checkpoint's path
+    graph: str = "spmd_rl.recipes.grpo:graph"  # package.module:function that declares the graph
+    threads: int = 0  # CPU threads per rank; 0: cores of the node / ranks on the node
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    path: str = MISSING  # folder in Hugging Face format (config.json, safetensors, tokenizer)
+    compute_dtype: str = "bfloat16"  # of the matrix products: bfloat16 | float32; master weights are float32
+    activation_checkpointing: bool = False  # recompute each layer in the backward pass
+    prefix_sharing: bool = True  # compute the prompt of a group once for all of its responses
+    logprob_chunk: int = 1024  # tokens whose logits exist at one time
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One data set. `path` (jsonl, parquet, or a Hugging Face dataset on disk) or `generator` (reasoning-gym)."""
+
+    name: str = MISSING  # label in metrics and samples
+    path: str = ""  # *.jsonl | *.parquet | folder made by datasets.save_to_disk
+    generator: str = ""  # reasoning-gym task name
+    params: dict[str, Any] = field(default_factory=dict)  # parameters of the generator
+    size: int = 0  # rows to generate, or the first rows to use; 0: all (not for a generator)
+    seed: int = 0  # of the generator; keep evaluation and training seeds apart
+    prompt_column: str = "prompt"  # text, or a list of {role, content} messages
+    answer_column: str = "answer"  # handed to the reward functions with the whole row
+    system_prompt: str = ""  # first message, where the row is plain text
+    prompt_template: str = "{prompt}"  # wraps a plain-text prompt
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    train: list[SourceConfig] = field(default_factory=list)
+    eval: list[SourceConfig] = field(default_factory=list)
+    epochs: int = 0  # stop after so many passes over the training rows; 0: as many as train.steps needs
+    shuffle: bool = True  # a seeded permutation of each epoch; false: file order
+    max_prompt_tokens: int = 1024  # longer prompts are left out (counted and said)
+    chat_template: bool = True  # false: the prompt text is tokenised as it stands
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. enable_thinking: false
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    engine: str = "vllm"  # vllm | transformers
+    tensor_parallel: int = 1  # consecutive ranks that share one engine (vllm)
+    temperature: float = 1.0  # also divides the trainer's logits
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_tokens: int = 256  # of one response
+    stop: list[str] = field(default_factory=list)  # strings that end a response
+    dtype: str = "bfloat16"  # of the weights: bfloat16 | float32
+    max_sequences: int = 256  # decoded together
+    kv_cache_gib: float = 1.0  # per rank (vllm on CPU)
+    gpu_memory_fraction: float = 0.5  # per GPU (vllm on CUDA)
+    enforce_eager: bool = True  # false: compile / CUDA graphs (slower start, faster decoding)
+    prefix_caching: bool = True
+    max_model_tokens: int = 0  # prompt + response; 0: data.max_prompt_tokens + rollout.max_tokens
+
+
+@dataclass(frozen=True)
+class RewardFunctionConfig:
+    function: str = MISSING  # package.module:function, or a built-in: math_verify | reasoning_gym
+    weight: float = 1.0  # total reward = sum of weight * value
+    args: dict[str, Any] = field(default_factory=dict)  # further keyword arguments
+    batched: bool = False  # called once with lists instead of once per sample
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    functions: list[RewardFunctionConfig] = field(default_factory=list)
+    workers: int = 1  # processes per rank; 0: in the rank itself, without a time limit
+    timeout_s: float = 30.0  # per call
+    on_error: str = "stop"  # stop | exclude (the sample leaves its group's statistics and the loss)
+
+
+@dataclass(frozen=True)
+class AlgorithmConfig:
+    advantage: str = "grpo"  # names in algorithms/advantages.py
+    loss: str = "ppo_clip"  # names in algorithms/losses.py
+    aggregation: str = "token_mean"  # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant
+    loss_constant: float = 0.0  # tokens per sequence that `constant` divides by; 0: rollout.max_tokens
+    clip_low: float = 0.2  # ratio is kept above 1 - clip_low
+    clip_high: float = 0.2  # ratio is kept below 1 + clip_high
+    kl_coef: float = 0.0  # 0: no reference model is loaded
+    kl_estimator: str = "k2"  # used in the loss: k2 (right gradient) | k3
+    entropy_coef: float = 0.0
+    correction: str = "none"  # rollout / trainer mismatch: none | tis (truncated importance sampling) | mis (masked)
+    correction_cap: float = 2.0  # upper bound of the importance weight
+    mask_truncated: bool = False  # true: responses that hit max_tokens get no loss
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    lr: float = 1e-6
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.999])
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+    grad_clip: float = 1.0  # global norm; 0: no clipping
+    schedule: str = "constant"  # constant | linear | cosine, after the warm-up
+    warmup_steps: int = 0
+    min_lr_ratio: float = 0.0  # where linear and cosine end, as a fraction of lr
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    steps: int = 100  # rollout-and-update rounds
+    prompts_per_step: int = 8  # over all ranks
+    samples_per_prompt: int = 8  # the group
+    updates_per_step: int = 1  # optimizer steps per round; the round's groups are divided among them
+    tokens_per_microbatch: int = 4096  # budget of one forward and backward pass on one rank
+    shard: str = "full"  # full: FSDP2 over the ranks | keep: the same, parameters stay gathered within a step
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    every: int = 0  # steps; 0: never between start and end
+    at_start: bool = True
+    at_end: bool = True
+    samples_per_prompt: int = 1
+    temperature: float = 0.0  # 0: greedy (then one sample per prompt)
+    pass_at: list[int] = field(default_factory=lambda: [1])  # each k <= samples_per_prompt
+    pass_threshold: float = 1.0  # a sample passes with reward >= this
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    every: int = 0  # steps; 0: only at the end
+    keep: int = 2  # older ones are removed; 0: keep all
+    export: bool = True  # write Hugging Face safetensors at the end
+
+
+@dataclass(frozen=True)
+class CommConfig:
+    backend: str = "auto"  # auto: nccl on CUDA, gloo elsewhere | gloo | nccl
+    timeout_s: float = 600.0  # of one collective
+    init_timeout_s: float = 120.0  # until all ranks have met
+    heartbeat_s: float = 60.0  # a rank that is silent for so long is stuck
+    stage_timeout_s: float = 1800.0  # of one stage on one rank
+
+
+@dataclass(frozen=True)
+class ObserveConfig:
+    console_samples: int = 2  # completions shown per table; 0: no table
+    console_every: int = 10  # steps between tables
+    samples_per_step: int = 64  # lines per step in samples.jsonl; 0: none
+    tensorboard: bool = True
+    timeline: bool = True  # timeline.json for Perfetto
+    nvtx: bool = False  # NVTX ranges for Nsight
+
+
+@dataclass(frozen=True)
+class Config:
+    run: RunConfig = field(default_factory=RunConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    comm: CommConfig = field(default_factory=CommConfig)
+    observe: ObserveConfig = field(default_factory=ObserveConfig)

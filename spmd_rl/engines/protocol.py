@@ -1,0 +1,107 @@
+"""What the graph expects of an engine. The core knows these protocols and no engine's library."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from spmd_rl.data.batch import Batch, Finish
+from spmd_rl.observe.metrics import Metrics
+
+SampleId = tuple[int, int, int]
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How tokens are drawn. Every parameter is explicit: no model default slips in."""
+
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Request:
+    """One response to draw. `seed` depends on the sample's identity alone, never on rank or batch."""
+
+    id: SampleId
+    prompt: tuple[int, ...]
+    sampling: Sampling
+    seed: int
+
+
+@dataclass(frozen=True)
+class Completion:
+    """A finished response. tokens: with the end token where one was drawn; logprobs: one natural logarithm per
+    token, at the sampling temperature; version: of the weights that drew it."""
+
+    id: SampleId
+    tokens: list[int]
+    logprobs: list[float]
+    finish: Finish
+    version: int
+
+
+class RolloutEngine(Protocol):
+    """Draws responses. All ranks of one tensor-parallel group make the same calls in the same order."""
+
+    def submit(self, requests: Sequence[Request]) -> None: ...
+
+    def step(self) -> list[Completion]:
+        """Advance all submitted requests by one token; the ones that finished."""
+        ...
+
+    def unfinished(self) -> int: ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+        """Replace all weights by (Hugging Face name, full tensor) pairs; drops every cache made with the old ones."""
+        ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class LossTerms:
+    """What a loss function sees of one micro-batch, R response tokens of S samples, flat and in batch order.
+
+    logprob_R, entropy_R: under the current policy, with gradient; batch: all columns of these samples;
+    cu_seqlens: int64 [S + 1]; mask_R: float32, 1 where the token counts; normalizers: counts over *all* ranks and
+    micro-batches of the optimizer step (`tokens`, `sequences`), so that the sum of all micro-batch losses is the loss.
+    """
+
+    logprob_R: Tensor
+    entropy_R: Tensor
+    batch: Batch
+    cu_seqlens: Tensor
+    mask_R: Tensor
+    normalizers: Mapping[str, float] = field(default_factory=dict)
+
+
+LossFunction = Callable[[LossTerms, Metrics], Tensor]
+
+
+class TrainEngine(Protocol):
+    """A model that is trained or evaluated on packed ragged batches. Calls are collective over its ranks."""
+
+    version: int  # optimizer steps taken
+
+    def logprobs(self, batch: Batch, metrics: Metrics | None = None) -> Tensor:
+        """float32 [R]: log-probability of every response token, at the rollout temperature; no gradient."""
+        ...
+
+    def update(self, batch: Batch, loss: LossFunction, metrics: Metrics) -> None:
+        """One optimizer step over this rank's part of the batch; the loss is normalised globally."""
+        ...
+
+    def named_weights(self) -> Iterable[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor), in one fixed order on all ranks; collective."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
