@@ -1,0 +1,154 @@
+"""Contradictions in a configuration, found before anything is loaded. Pure functions; each raises UserError."""
+
+from __future__ import annotations
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.schema import Config
+
+
+def check(config: Config) -> None:
+    """Refuse what contradicts itself, whatever the world is."""
+    _positive(config)
+    one_of("rollout.engine", config.rollout.engine, ("vllm", "transformers"))
+    one_of("rollout.dtype", config.rollout.dtype, ("bfloat16", "float32"))
+    one_of("model.compute_dtype", config.model.compute_dtype, ("bfloat16", "float32"))
+    one_of("train.shard", config.train.shard, ("full", "keep"))
+    one_of("train.optimizer.schedule", config.train.optimizer.schedule, ("constant", "linear", "cosine"))
+    one_of("reward.on_error", config.reward.on_error, ("stop", "exclude"))
+    one_of("comm.backend", config.comm.backend, ("auto", "gloo", "nccl"))
+    if len(config.train.optimizer.betas) != 2:
+        raise UserError(f"train.optimizer.betas: two numbers are wanted, not {config.train.optimizer.betas}")
+    if config.train.updates_per_step > config.train.prompts_per_step:
+        raise UserError(
+            f"train.updates_per_step={config.train.updates_per_step} is more than "
+            f"train.prompts_per_step={config.train.prompts_per_step}: an update needs at least one whole group"
+        )
+    if not 0 < config.rollout.top_p <= 1:
+        raise UserError(f"rollout.top_p: a number above 0 and up to 1 is wanted, not {config.rollout.top_p}")
+    if config.eval.temperature == 0 and config.eval.samples_per_prompt > 1:
+        raise UserError(
+            f"eval.samples_per_prompt={config.eval.samples_per_prompt} with eval.temperature=0 draws the same response "
+            "each time: set eval.temperature above 0, or one sample per prompt"
+        )
+    for k in config.eval.pass_at:
+        if not 1 <= k <= config.eval.samples_per_prompt:
+            raise UserError(f"eval.pass_at={k} needs 1 <= k <= eval.samples_per_prompt={config.eval.samples_per_prompt}")
+    if not config.data.train:
+        raise UserError("data.train is empty: name at least one source (path: or generator:)")
+    if not config.reward.functions:
+        raise UserError("reward.functions is empty: name at least one (math_verify, reasoning_gym, module:function)")
+    labels = [s.name for s in config.data.eval]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise UserError(f"data.eval: two sources are named {label!r}; their metrics would be one")
+
+
+def check_model(config: Config) -> dict[str, Any]:
+    """The model's config.json; refuses a folder that holds no model, and a tensor parallelism that its heads forbid."""
+    folder = Path(config.model.path)
+    if not folder.is_dir():
+        raise UserError(f"model.path: there is no folder {config.model.path}")
+    try:
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"model.path: {folder / 'config.json'}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"model.path: {folder / 'config.json'} is not valid JSON ({error})") from None
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"model.path: no *.safetensors in {folder}; save the model with save_pretrained")
+    tensor_parallel = config.rollout.tensor_parallel
+    heads = described.get("num_attention_heads")
+    if isinstance(heads, int) and heads % tensor_parallel:
+        raise UserError(
+            f"rollout.tensor_parallel={tensor_parallel} does not divide the model's {heads} attention heads; "
+            f"possible: {_divisors(heads)}"
+        )
+    return described
+
+
+def check_world(config: Config, size: int) -> None:
+    """Refuse a world that the mesh does not divide."""
+    tensor_parallel = config.rollout.tensor_parallel
+    if size % tensor_parallel:
+        raise UserError(
+            f"{size} ranks are not divisible by rollout.tensor_parallel={tensor_parallel}: start a multiple of "
+            f"{tensor_parallel} ranks, or set one of {_divisors(size)}"
+        )
+    if tensor_parallel > 1 and config.rollout.engine != "vllm":
+        raise UserError(f"rollout.tensor_parallel={tensor_parallel} needs rollout.engine=vllm")
+
+
+def one_of(key: str, value: str, valid: Sequence[str]) -> None:
+    """Raises UserError where `value` is none of `valid`, with the nearest one."""
+    if value not in valid:
+        near = difflib.get_close_matches(value, valid, 1, 0.4)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise UserError(f"{key}={value!r} is not known: one of {', '.join(valid)} is wanted{hint}")
+
+
+def derived_sizes(config: Config, size: int) -> dict[str, int | float]:
+    """What the settings amount to, for people to read at the start."""
+    train = config.train
+    samples = train.prompts_per_step * train.samples_per_prompt
+    slots = size // config.rollout.tensor_parallel
+    return {
+        "samples per step": samples,
+        "samples per optimizer step": samples // train.updates_per_step,
+        "rollout replicas": slots,
+        "samples per rollout replica and step": samples / slots,
+        "tokens per step at most": samples * (config.data.max_prompt_tokens + config.rollout.max_tokens),
+        "token budget per rank and micro-batch": train.tokens_per_microbatch,
+        "samples in the whole run": samples * train.steps,
+    }
+
+
+def _positive(config: Config) -> None:
+    at_least: dict[str, tuple[float, float]] = {
+        "train.steps": (config.train.steps, 0),
+        "train.prompts_per_step": (config.train.prompts_per_step, 1),
+        "train.samples_per_prompt": (config.train.samples_per_prompt, 1),
+        "train.updates_per_step": (config.train.updates_per_step, 1),
+        "train.tokens_per_microbatch": (config.train.tokens_per_microbatch, 1),
+        "train.optimizer.lr": (config.train.optimizer.lr, 0),
+        "train.optimizer.warmup_steps": (config.train.optimizer.warmup_steps, 0),
+        "train.optimizer.grad_clip": (config.train.optimizer.grad_clip, 0),
+        "rollout.tensor_parallel": (config.rollout.tensor_parallel, 1),
+        "rollout.max_tokens": (config.rollout.max_tokens, 1),
+        "rollout.top_k": (config.rollout.top_k, 0),
+        "rollout.max_sequences": (config.rollout.max_sequences, 1),
+        "model.logprob_chunk": (config.model.logprob_chunk, 1),
+        "data.epochs": (config.data.epochs, 0),
+        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
+        "reward.workers": (config.reward.workers, 0),
+        "eval.every": (config.eval.every, 0),
+        "eval.samples_per_prompt": (config.eval.samples_per_prompt, 1),
+        "eval.temperature": (config.eval.temperature, 0),
+        "checkpoint.every": (config.checkpoint.every, 0),
+        "checkpoint.keep": (config.checkpoint.keep, 0),
+        "run.threads": (config.run.threads, 0),
+    }
+    above_zero = {
+        "rollout.temperature": config.rollout.temperature,
+        "rollout.kv_cache_gib": config.rollout.kv_cache_gib,
+        "reward.timeout_s": config.reward.timeout_s,
+        "comm.timeout_s": config.comm.timeout_s,
+        "comm.init_timeout_s": config.comm.init_timeout_s,
+        "comm.heartbeat_s": config.comm.heartbeat_s,
+        "comm.stage_timeout_s": config.comm.stage_timeout_s,
+    }
+    for key, (value, least) in at_least.items():
+        if value < least:
+            raise UserError(f"{key}={value}: at least {least} is wanted")
+    for key, value in above_zero.items():
+        if value <= 0:
+            raise UserError(f"{key}={value}: a number above 0 is wanted")
+
+
+def _divisors(number: int) -> str:
+    return ", ".join(str(d) for d in range(1, number + 1) if number % d == 0)
