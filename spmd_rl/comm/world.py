@@ -18,8 +18,9 @@ class World:
     """The place of one process.
 
     rank, size: in the whole job; local_rank, local_size: on this node; node, nodes: which node of how many;
-    source: what started the job (torchrun, openmpi, mpich, slurm, single); data: the group for payloads (NCCL on
-    CUDA, else gloo); control: a gloo group over all ranks for metadata; timeout_s: deadline of one collective.
+    source: what started the job (torchrun, openmpi, mpich, slurm, explicit, single); data: the group for payloads (NCCL on
+    CUDA, else gloo); control: a gloo group over all ranks for metadata; timeout_s: deadline of one collective; address: where the
+    other ranks reach this one.
     """
 
     rank: int
@@ -33,6 +34,7 @@ class World:
     timeout_s: float
     data: ProcessGroup
     control: ProcessGroup
+    address: str = "127.0.0.1"
 
     def mesh(self, ranks: Sequence[int], axes: Mapping[str, int]) -> DeviceMesh:
         """A mesh over `ranks` with named axes, the last axis innermost. Collective over *all* ranks of the world.

