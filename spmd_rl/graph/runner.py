@@ -1,0 +1,150 @@
+"""`Runner`: a loop over this rank's operations. Nothing else synchronises the ranks: there is no barrier."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+
+from spmd_rl.comm.world import World
+from spmd_rl.config.schema import Config
+from spmd_rl.data.batch import Batch, Column
+from spmd_rl.data.exchange import Coordinator, Pending
+from spmd_rl.data.layout import Assignment
+from spmd_rl.graph.plan import FinishExchange, Plan, Run, StartExchange
+from spmd_rl.graph.stage import Context, Deferred
+from spmd_rl.observe.metrics import Metrics
+
+Watch = Callable[[str, int], AbstractContextManager[Any]]
+
+
+class Runner:
+    """Executes one rank's slice of the plan, step by step.
+
+    watch: called with (operation, step), gives the context manager that times and supervises it.
+    """
+
+    def __init__(
+        self, config: Config, world: World, plan: Plan, engines: Mapping[str, Any], coordinator: Coordinator, watch: Watch
+    ) -> None:
+        self._config = config
+        self._world = world
+        self._plan = plan
+        self._engines = engines
+        self._coordinator = coordinator
+        self._watch = watch
+
+    def step(self, step: int) -> tuple[Batch, Metrics]:
+        """Run one step; this rank's samples with every column that the last of its stages had, and its metrics."""
+        metrics = Metrics()
+        store = _Store()
+        pending: dict[StartExchange, Pending] = {}
+        last = ""
+        for op in self._plan.slice(self._world.rank, step):
+            match op:
+                case StartExchange():
+                    with self._watch("exchange", step):
+                        pending[op] = self._start(op, step, store)
+                case FinishExchange():
+                    with self._watch("exchange", step):
+                        batch, store.assignments[op.start.target] = pending.pop(op.start).wait()
+                        if self._world.rank in op.start.destination.ranks:
+                            store.put(op.start.target, batch)
+                case Run():
+                    with self._watch(op.stage.name, step):
+                        self._run(op, step, store, metrics)
+                    last = op.output or last
+        self._coordinator.metrics(metrics)
+        return store.widest(), metrics
+
+    def _start(self, op: StartExchange, step: int, store: _Store) -> Pending:
+        batch = store.get(op.origin, op.columns) if self._world.rank in op.source.ranks else Batch.empty()
+        return self._coordinator.start(
+            step=step,
+            edge=op.edge,
+            batch=batch,
+            source=op.source,
+            target=op.destination,
+            balance=op.balance,
+            cost=op.cost,
+            follow=store.assignments[op.target] if op.follow else None,
+        )
+
+    def _run(self, op: Run, step: int, store: _Store, metrics: Metrics) -> None:
+        stage = op.stage
+        batch = store.get(op.origin, stage.consumes) if op.origin else Batch.empty()
+        slot, replica = divmod(op.layout.ranks.index(self._world.rank), op.layout.replicas)
+        context = Context(
+            config=self._config,
+            world=self._world,
+            engines=self._engines,
+            step=step,
+            metrics=metrics,
+            slot=slot,
+            slots=op.layout.slots,
+            replica=replica,
+        )
+        output = stage.run(context, batch)
+        if op.output is None:
+            if output is not None:
+                raise TypeError(f"stage {stage.name!r} returned {type(output).__name__}, but declares no columns")
+            return
+        if isinstance(output, Batch):
+            if op.output == op.origin and not torch.equal(output.ids, batch.ids):
+                raise ValueError(f"stage {stage.name!r} returned other samples than it got; declare new_samples=True")
+            _check_columns(stage.name, stage.produces, output.columns)
+            store.put(op.output, output)
+        elif isinstance(output, Mapping):
+            _check_columns(stage.name, stage.produces, output)
+            store.put(op.output, Batch(batch.ids, output))
+        elif output is not None and hasattr(output, "result"):
+            store.defer(op.output, stage.name, stage.produces, output)
+        else:
+            raise TypeError(f"stage {stage.name!r} must return columns {', '.join(stage.produces)}, not {output!r}")
+
+
+class _Store:
+    """What sits on this rank in the current step: one batch per distribution."""
+
+    def __init__(self) -> None:
+        self.assignments: dict[str, Assignment] = {}
+        self._batches: dict[str, Batch] = {}
+        self._deferred: dict[tuple[str, str], tuple[str, tuple[str, ...], Deferred]] = {}
+
+    def put(self, name: str, batch: Batch) -> None:
+        held = self._batches.get(name)
+        if held is not None and not torch.equal(held.ids, batch.ids):
+            raise ValueError(f"columns {sorted(batch.columns)} belong to other samples than those that sit in {name}")
+        self._batches[name] = batch if held is None else held.with_columns(batch.columns)
+
+    def defer(self, name: str, stage: str, columns: tuple[str, ...], output: Deferred) -> None:
+        for column in columns:
+            self._deferred[name, column] = (stage, columns, output)
+
+    def get(self, name: str, columns: tuple[str, ...]) -> Batch:
+        for column in columns:
+            if (name, column) in self._deferred:
+                self._resolve(name, column)
+        return self._batches[name].only(columns)
+
+    def widest(self) -> Batch:
+        """The batch with most columns: what there is to know about the samples that ended on this rank."""
+        for name, column in list(self._deferred):
+            if (name, column) in self._deferred:
+                self._resolve(name, column)
+        return max(self._batches.values(), key=lambda b: len(b.columns), default=Batch.empty())
+
+    def _resolve(self, name: str, column: str) -> None:
+        stage, columns, output = self._deferred[name, column]
+        for other in columns:
+            del self._deferred[name, other]
+        made = output.result()
+        _check_columns(stage, columns, made)
+        self.put(name, Batch(self._batches[name].ids, made))
+
+
+def _check_columns(stage: str, declared: tuple[str, ...], made: Mapping[str, Column]) -> None:
+    if set(made) != set(declared):
+        raise ValueError(f"stage {stage!r} declares columns {sorted(declared)}, but returned {sorted(made)}")

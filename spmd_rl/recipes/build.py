@@ -1,0 +1,38 @@
+"""Builders of the engines that recipes declare: from configuration, world and mesh to the thing itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from spmd_rl.data.loader import PromptLoader
+from spmd_rl.engines.reward.pool import RewardPool
+from spmd_rl.engines.rollout.build import build_rollout
+from spmd_rl.engines.train.engine import TrainEngine
+from spmd_rl.engines.train.model import load_tokenizer
+from spmd_rl.graph.stage import BuildContext
+
+
+def tokenizer(context: BuildContext) -> Any:
+    return load_tokenizer(context.config.model.path)
+
+
+def loader(context: BuildContext) -> PromptLoader:
+    return PromptLoader(context.config, context.engines["tokenizer"], context.world)
+
+
+def reward(context: BuildContext) -> RewardPool:
+    return RewardPool(context.config.reward)
+
+
+def actor(context: BuildContext) -> TrainEngine:
+    steps = context.config.train.steps * context.config.train.updates_per_step
+    return TrainEngine(context.config, context.world, context.mesh, total_steps=steps)
+
+
+def reference(context: BuildContext) -> TrainEngine:
+    """The model as it is on disk, never trained."""
+    return TrainEngine(context.config, context.world, context.mesh, total_steps=0, trainable=False)
+
+
+def rollout(context: BuildContext) -> Any:
+    return build_rollout(context.config, context.world, context.mesh, context.engines["tokenizer"])

@@ -1,0 +1,70 @@
+"""GRPO (Shao et al. 2024, arXiv:2402.03300) and its critic-free relatives, as a graph.
+
+    prompts -> rollout -> reward -> advantage -> update -> sync
+                      \\-> old_logprob, ref_logprob -/        (where the settings need them)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from spmd_rl.config.schema import Config
+from spmd_rl.data.balance import Balance
+from spmd_rl.graph.graph import Graph
+from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage
+from spmd_rl.recipes import build, stages
+
+
+def graph(config: Config, world_size: int) -> Graph:
+    """Rollout and training share all ranks and take turns; the world size only decides who holds which samples."""
+    replicas = Placement(axes={"dp": REST, "tp": config.rollout.tensor_parallel})
+    trainers = Placement()
+    scored = ("prompt", "response")
+    trained = [*scored, "turn", "rollout_logprob", "advantage", "loss_mask"]
+    nodes = [
+        Stage("prompts", stages.prompts, produces=("prompt", "row", "turn"), placement=replicas),
+        Stage(
+            "rollout",
+            stages.rollout,
+            consumes=("prompt",),
+            produces=("response", "rollout_logprob", "finish", "version"),
+            placement=replicas,
+        ),
+        Stage(
+            "reward",
+            stages.reward,
+            consumes=("prompt", "response", "row"),
+            produces=("reward", "reward_parts"),
+            placement=replicas,
+        ),
+    ]
+    engines = [
+        EngineSpec("tokenizer", build.tokenizer),
+        EngineSpec("loader", build.loader, replicas),
+        EngineSpec("reward", build.reward, replicas),
+        EngineSpec("actor", build.actor, trainers),
+        EngineSpec("rollout", build.rollout, replicas),
+    ]
+    on_trainers = []
+    if config.train.updates_per_step > 1:
+        on_trainers.append(Stage("old_logprob", stages.old_logprob, scored, ("old_logprob",)))
+        trained.append("old_logprob")
+    if config.algorithm.kl_coef > 0:
+        on_trainers.append(Stage("ref_logprob", stages.reference_logprob, scored, ("ref_logprob",)))
+        trained.append("ref_logprob")
+        engines.append(EngineSpec("reference", build.reference, trainers))
+    on_trainers.append(Stage("update", stages.update, consumes=tuple(trained)))
+    # The first stage on the trainers spreads the samples evenly; the later ones find them there.
+    on_trainers[0] = replace(on_trainers[0], balance=Balance(keep_groups=True))
+    nodes += [
+        Stage(
+            "advantage",
+            stages.advantage,
+            consumes=("response", "reward", "finish"),
+            produces=("advantage", "loss_mask"),
+            placement=replicas,
+        ),
+        *(replace(stage, placement=trainers) for stage in on_trainers),
+        Stage("sync", stages.sync, after=("update",)),
+    ]
+    return Graph(tuple(nodes), tuple(engines))

@@ -1,0 +1,153 @@
+"""The stages that recipes are made of. Each is one function of (context, samples on this rank)."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from spmd_rl.algorithms.advantages import compute_advantages
+from spmd_rl.algorithms.policy_loss import policy_loss
+from spmd_rl.data.batch import Batch, Column, Finish
+from spmd_rl.engines.protocol import Request
+from spmd_rl.engines.reward.pool import Pending
+from spmd_rl.engines.rollout.generate import generate
+from spmd_rl.engines.rollout.sampling import sampling_from
+from spmd_rl.engines.rollout.seeds import sample_seed
+from spmd_rl.graph.stage import Context
+from spmd_rl.observe.metrics import Metrics
+
+
+def prompts(context: Context, _: Batch) -> Batch:
+    """The step's prompts of this slot, each `samples_per_prompt` times."""
+    return context.engines["loader"].batch(context.slot, context.slots)
+
+
+def rollout(context: Context, batch: Batch) -> Mapping[str, Column]:
+    """Draw one response for every sample."""
+    made = draw(context, batch, purpose="train")
+    tokens = int(made["response"].lengths.sum())
+    lengths = made["response"].lengths.double()
+    if context.replica == 0:
+        metrics, samples = context.metrics, len(batch)
+        metrics.sum("tokens/generated", tokens)
+        metrics.sum("samples", samples)
+        metrics.mean("response/length_mean", float(lengths.sum()), samples)
+        metrics.max("response/length_max", float(lengths.max()) if samples else 0.0)
+        truncated = made["finish"].values == Finish.LENGTH
+        metrics.mean("response/truncated_fraction", float(truncated.sum()), samples)
+    return made
+
+
+def draw(context: Context, batch: Batch, purpose: str) -> dict[str, Column]:
+    """One response per sample of `batch`, as columns; sampled as `purpose` (train or eval) says."""
+    sampling = sampling_from(context.config, purpose)
+    requests = [
+        Request(
+            id=tuple(identity),
+            prompt=tuple(prompt.tolist()),
+            sampling=sampling,
+            seed=sample_seed(context.config.run.seed, purpose, *identity),
+        )
+        for identity, prompt in zip(batch.ids.tolist(), batch["prompt"].rows(), strict=True)
+    ]
+    done = generate(context.engines["rollout"], requests, deadline_s=context.config.comm.stage_timeout_s)
+    return {
+        "response": Column.from_rows([torch.tensor(c.tokens, dtype=torch.int32) for c in done], torch.int32),
+        "rollout_logprob": Column.from_rows([torch.tensor(c.logprobs) for c in done], torch.float32),
+        "finish": Column.scalars(torch.tensor([c.finish for c in done], dtype=torch.uint8)),
+        "version": Column.scalars(torch.tensor([c.version for c in done], dtype=torch.int64)),
+    }
+
+
+def reward(context: Context, batch: Batch) -> PendingReward:
+    """Hand the responses to the reward workers; they work while this rank goes on."""
+    return PendingReward(context, score(context, batch))
+
+
+def score(context: Context, batch: Batch) -> Pending:
+    """The responses of `batch` as text, with their rows, in the hands of the reward workers."""
+    tokenizer = context.engines["tokenizer"]
+    return context.engines["reward"].score(
+        prompts=tokenizer.batch_decode([p.tolist() for p in batch["prompt"].rows()], skip_special_tokens=True),
+        responses=tokenizer.batch_decode([r.tolist() for r in batch["response"].rows()], skip_special_tokens=True),
+        rows=[json.loads(row) for row in batch["row"].row_bytes()],
+        ids=[tuple(identity) for identity in batch.ids.tolist()],
+    )
+
+
+@dataclass
+class PendingReward:
+    """Scores on their way; becomes the columns `reward` and `reward_parts`."""
+
+    context: Context
+    pending: Pending
+
+    def result(self) -> Mapping[str, Column]:
+        config = self.context.config
+        scores = self.pending.result(config.comm.stage_timeout_s)
+        reward_S = torch.tensor(scores.reward, dtype=torch.float32)
+        names = [f.function.rsplit(":", 1)[-1] for f in config.reward.functions]
+        parts = [torch.tensor(p, dtype=torch.float32) for p in scores.parts]
+        if self.context.replica == 0:
+            metrics = self.context.metrics
+            valid_S = reward_S[~reward_S.isnan()]
+            metrics.moments("reward", valid_S)
+            metrics.sum("reward/excluded", len(reward_S) - len(valid_S))
+            for index, name in enumerate(names):
+                values = [float(p[index]) for p in parts if not math.isnan(float(p[index]))]
+                metrics.mean(f"reward/{name}", sum(values), len(values))
+        return {
+            "reward": Column.scalars(reward_S),
+            "reward_parts": Column.from_rows(parts, torch.float32),
+        }
+
+
+def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
+    """Advantages within each group, one per token; and which tokens count in the loss."""
+    lengths_S = batch["response"].lengths
+    metrics = context.metrics if context.replica == 0 else Metrics()
+    advantage_S = compute_advantages(
+        context.config.algorithm, batch["reward"].as_scalars(), batch.groups(), lengths_S, metrics
+    )
+    counts_S = ~batch["reward"].as_scalars().isnan()
+    if context.config.algorithm.mask_truncated:
+        counts_S &= batch["finish"].as_scalars() != Finish.LENGTH
+    return {
+        "advantage": Column(advantage_S.repeat_interleave(lengths_S), lengths_S),
+        "loss_mask": Column(counts_S.to(torch.uint8).repeat_interleave(lengths_S), lengths_S),
+    }
+
+
+def old_logprob(context: Context, batch: Batch) -> Mapping[str, Column]:
+    """Log-probabilities under the policy as it is before the first update of the step."""
+    return {"old_logprob": _logprobs(context.engines["actor"], batch)}
+
+
+def reference_logprob(context: Context, batch: Batch) -> Mapping[str, Column]:
+    """Log-probabilities under the reference model."""
+    return {"ref_logprob": _logprobs(context.engines["reference"], batch)}
+
+
+def _logprobs(engine: Any, batch: Batch) -> Column:
+    return Column(engine.logprobs(batch), batch["response"].lengths)
+
+
+def update(context: Context, batch: Batch) -> None:
+    """The optimizer steps of this round; the groups are divided among them by the column `turn`."""
+    turns = context.config.train.updates_per_step
+    loss = policy_loss(context.config)
+    turn_S = batch["turn"].as_scalars()
+    for turn in range(turns):
+        part = batch if turns == 1 else batch.select((turn_S == turn).nonzero().flatten())
+        context.engines["actor"].update(part, loss, context.metrics)
+
+
+def sync(context: Context, _: Batch) -> None:
+    """Bring the rollout engine's weights to the trainer's version."""
+    actor = context.engines["actor"]
+    context.engines["rollout"].load_weights(actor.named_weights(), actor.version)
