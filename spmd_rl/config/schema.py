@@ -94,18 +94,34 @@ class RewardConfig:
 
 @dataclass(frozen=True)
 class AlgorithmConfig:
-    advantage: str = "grpo"  # names in algorithms/advantages.py
-    loss: str = "ppo_clip"  # names in algorithms/losses.py
+    advantage: str = "grpo"  # grpo | grpo_no_std | grpo_leave_one_out | dr_grpo (with aggregation=constant) | rloo |
+    #   reinforce_pp | reinforce_pp_baseline | opo | passk | cpgd (formulas: algorithms/group_advantages.py)
+    pass_k: int = 0  # passk: the k of the maximised max-of-k reward
+    overlong_buffer: int = 0  # last tokens before rollout.max_tokens over which a penalty grows (DAPO); 0: off
+    overlong_penalty: float = 1.0  # its greatest size, subtracted from the reward
+
+    loss: str = "ppo_clip"  # ppo_clip | gspo | cispo | gmpo | cpgd | sapo | reinforce (algorithms/losses.py)
     aggregation: str = "token_mean"  # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant
     loss_constant: float = 0.0  # tokens per sequence that `constant` divides by; 0: rollout.max_tokens
-    clip_low: float = 0.2  # ratio is kept above 1 - clip_low
-    clip_high: float = 0.2  # ratio is kept below 1 + clip_high
+    clip_low: float = 0.2  # ratio is kept above 1 - clip_low (gmpo: above exp(-clip_low))
+    clip_high: float = 0.2  # ratio is kept below 1 + clip_high (gmpo: below exp(clip_high))
+    dual_clip: float = 0.0  # ppo_clip: greatest loss of a negative advantage, as a multiple of it; 0: off
+    drift_coef: float = 0.0  # cpgd: weight of KL(old policy || policy)
+    sapo_tau_positive: float = 1.0  # sapo: how fast the gate closes where the advantage is positive
+    sapo_tau_negative: float = 1.05  # the same where it is negative
+
     kl_coef: float = 0.0  # 0: no reference model is loaded
-    kl_estimator: str = "k2"  # used in the loss: k2 (right gradient) | k3
-    entropy_coef: float = 0.0
-    correction: str = "none"  # rollout / trainer mismatch: none | tis (truncated importance sampling) | mis (masked)
+    kl_in: str = "loss"  # loss | reward (k1 of the whole response is subtracted)
+    kl_estimator: str = "k2"  # in the loss: k2 | k3_ratio (right gradient) | k3 (that of the reverse direction)
+    entropy_coef: float = 0.0  # of the bonus
+
+    correction: str = "none"  # rollout / trainer mismatch: none | tis (truncated importance sampling) | mis (masked) |
+    #   icepop (masked on both sides)
+    correction_level: str = "token"  # the weight of each: token | sequence (product) | geometric (mean over it)
     correction_cap: float = 2.0  # upper bound of the importance weight
+    correction_floor: float = 0.0  # icepop: lower bound
     mask_truncated: bool = False  # true: responses that hit max_tokens get no loss
+    nonfinite_logprob: str = "stop"  # a NaN from the rollout engine: stop | exclude (the sample, from group and loss)
 
 
 @dataclass(frozen=True)
