@@ -66,7 +66,7 @@ class ResolvedPlacement:
         return Layout(self.ranks, prod(self.axes.values()) // self.axes["dp"])
 
     def describe(self) -> str:
-        ranks = _spans(self.ranks)
+        ranks = rank_spans(self.ranks)
         return f"ranks {ranks} as " + " x ".join(f"{name}={size}" for name, size in self.axes.items())
 
 
@@ -141,7 +141,7 @@ class EngineSpec:
     placement: Placement = field(default_factory=Placement)
 
 
-def _spans(ranks: Sequence[int]) -> str:
+def rank_spans(ranks: Sequence[int]) -> str:
     """`0-3,6` for [0, 1, 2, 3, 6]."""
     spans: list[list[int]] = []
     for rank in ranks:

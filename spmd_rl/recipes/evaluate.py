@@ -1,22 +1,73 @@
-"""Evaluation on held-out prompts: every replica draws its part, one small all-gather brings the counts together."""
+"""Evaluation on held-out prompts, and samples as people read them."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+import json
+from math import isnan
 
-import torch
-import torch.distributed as dist
-
-from spmd_rl.data.batch import Batch
+from spmd_rl.config.schema import Config
+from spmd_rl.data.batch import Batch, Finish
 from spmd_rl.graph.stage import Context
-from spmd_rl.observe.evaluation import Evaluation, evaluate_counts
-from spmd_rl.recipes.stages import draw, score
+from spmd_rl.observe.evaluation import EvalResult, Outcome, gather_outcomes, summarize
+from spmd_rl.observe.samples import SampleRecord
+from spmd_rl.recipes.stages import draw, score, scored_columns
 
 
-@dataclass(frozen=True)
-class Evaluated:
-    """results: by source; samples: this rank's, with `response` and `reward`, for people to read."""
+def evaluate(context: Context) -> tuple[list[EvalResult], list[SampleRecord]]:
+    """Draw and score every held-out prompt; the results of all ranks, and this rank's samples.
 
-    results: Mapping[str, Evaluation]
-    samples: Mapping[str, Batch]
+    Collective: every replica takes its part of the prompts, and one small all-gather brings the outcomes together.
+    """
+    config = context.config
+    outcomes: list[Outcome] = []
+    records: list[SampleRecord] = []
+    for source, batch in context.engines["loader"].eval_batches(context.slot, context.slots):
+        done = batch.with_columns(draw(context, batch, purpose="eval"))
+        scores = score(context, done).result(config.comm.stage_timeout_s)
+        done = done.with_columns(scored_columns(scores))
+        if context.replica == 0:
+            outcomes += _outcomes(config, source, done)
+            records += sample_records(context, done, evaluation=True)
+    return summarize(gather_outcomes(outcomes, context.world.control), config.eval.pass_at), records
+
+
+def _outcomes(config: Config, source: str, batch: Batch) -> list[Outcome]:
+    rewards = batch["reward"].as_scalars().tolist()
+    prompts, lengths = batch.ids[:, 1].tolist(), batch["response"].lengths.tolist()
+    return [
+        Outcome(source, prompt, not isnan(reward) and reward >= config.eval.pass_threshold, reward, length)
+        for prompt, reward, length in zip(prompts, rewards, lengths, strict=True)
+    ]
+
+
+def sample_records(context: Context, batch: Batch, evaluation: bool = False) -> list[SampleRecord]:
+    """The samples of `batch` as text. It must hold the columns prompt, row, response, reward, reward_parts, finish."""
+    decode = context.engines["tokenizer"].decode
+    names = context.engines["reward"].names
+    columns = zip(
+        batch.ids.tolist(),
+        batch["row"].row_bytes(),
+        batch["prompt"].rows(),
+        batch["response"].rows(),
+        batch["reward"].as_scalars().tolist(),
+        batch["reward_parts"].rows(),
+        batch["finish"].as_scalars().tolist(),
+        strict=True,
+    )
+    return [
+        SampleRecord(
+            step=context.step,
+            id=tuple(identity),
+            source=json.loads(row)["source"],
+            prompt=decode(prompt.tolist(), skip_special_tokens=False),
+            response=decode(response.tolist(), skip_special_tokens=True),
+            reward=reward,
+            reward_parts=dict(zip(names, parts.tolist(), strict=True)),
+            finish=Finish(finish).name.lower(),
+            tokens=len(response),
+            eval=evaluation,
+        )
+        for identity, row, prompt, response, reward, parts, finish in columns
+    ]
+
+

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from torch import Tensor
 
 from spmd_rl.algorithms.advantages import compute_advantages
 from spmd_rl.algorithms.policy_loss import policy_loss
 from spmd_rl.data.batch import Batch, Column, Finish
 from spmd_rl.engines.protocol import Request
-from spmd_rl.engines.reward.pool import Pending
+from spmd_rl.engines.reward.pool import Pending, Scores
 from spmd_rl.engines.rollout.generate import generate
 from spmd_rl.engines.rollout.sampling import sampling_from
 from spmd_rl.engines.rollout.seeds import sample_seed
@@ -88,23 +89,26 @@ class PendingReward:
     pending: Pending
 
     def result(self) -> Mapping[str, Column]:
-        config = self.context.config
-        scores = self.pending.result(config.comm.stage_timeout_s)
-        reward_S = torch.tensor(scores.reward, dtype=torch.float32)
-        names = [f.function.rsplit(":", 1)[-1] for f in config.reward.functions]
-        parts = [torch.tensor(p, dtype=torch.float32) for p in scores.parts]
+        columns = scored_columns(self.pending.result(self.context.config.comm.stage_timeout_s))
         if self.context.replica == 0:
             metrics = self.context.metrics
-            valid_S = reward_S[~reward_S.isnan()]
-            metrics.moments("reward", valid_S)
-            metrics.sum("reward/excluded", len(reward_S) - len(valid_S))
-            for index, name in enumerate(names):
-                values = [float(p[index]) for p in parts if not math.isnan(float(p[index]))]
-                metrics.mean(f"reward/{name}", sum(values), len(values))
-        return {
-            "reward": Column.scalars(reward_S),
-            "reward_parts": Column.from_rows(parts, torch.float32),
-        }
+            reward_S = columns["reward"].values
+            metrics.moments("reward", reward_S[~reward_S.isnan()])
+            metrics.sum("reward/excluded", reward_S.isnan().sum())
+            names = self.context.engines["reward"].names
+            for name, values_S in zip(names, columns["reward_parts"].values.reshape(-1, len(names)).T, strict=True):
+                valid_S = values_S[~values_S.isnan()]
+                metrics.mean(f"reward/part/{name}", valid_S.double().sum(), len(valid_S))
+        return columns
+
+
+def scored_columns(scores: Scores) -> dict[str, Column]:
+    """`reward` and `reward_parts`."""
+    parts = [torch.tensor(part, dtype=torch.float32) for part in scores.parts]
+    return {
+        "reward": Column.scalars(torch.tensor(scores.reward, dtype=torch.float32)),
+        "reward_parts": Column.from_rows(parts, torch.float32),
+    }
 
 
 def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
@@ -112,7 +116,13 @@ def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
     lengths_S = batch["response"].lengths
     metrics = context.metrics if context.replica == 0 else Metrics()
     advantage_S = compute_advantages(
-        context.config.algorithm, batch["reward"].as_scalars(), batch.groups(), lengths_S, metrics
+        context.config.algorithm,
+        batch["reward"].as_scalars(),
+        batch.groups(),
+        lengths_S,
+        max_tokens=context.config.rollout.max_tokens,
+        total=lambda sums: _sum_over_slots(context, sums),
+        metrics=metrics,
     )
     counts_S = ~batch["reward"].as_scalars().isnan()
     if context.config.algorithm.mask_truncated:
@@ -121,6 +131,13 @@ def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
         "advantage": Column(advantage_S.repeat_interleave(lengths_S), lengths_S),
         "loss_mask": Column(counts_S.to(torch.uint8).repeat_interleave(lengths_S), lengths_S),
     }
+
+
+def _sum_over_slots(context: Context, sums: Tensor) -> Tensor:
+    """float64 sums over all samples of the step; ranks that repeat a slot's samples add nothing."""
+    total = sums.clone() if context.replica == 0 else torch.zeros_like(sums)
+    dist.all_reduce(total, group=context.world.control)
+    return total
 
 
 def old_logprob(context: Context, batch: Batch) -> Mapping[str, Column]:

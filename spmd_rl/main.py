@@ -1,0 +1,93 @@
+"""Entry point: every rank runs this same file.
+
+    torchrun --nproc-per-node=2 spmd_rl/main.py configs/quickstart.yaml train.steps=4
+    mpirun -n 2 python spmd_rl/main.py configs/quickstart.yaml
+    srun python spmd_rl/main.py configs/quickstart.yaml
+    python spmd_rl/main.py configs/quickstart.yaml --dry-run --ranks 8
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+# Started as a file, Python puts the package's own folder first on the path, where a third-party `import data` or
+# `import ops` would find ours. The folder above it is what we need.
+_PACKAGE = Path(__file__).resolve().parent
+sys.path[:] = [entry for entry in sys.path if Path(entry or ".").resolve() != _PACKAGE]
+if str(_PACKAGE.parent) not in sys.path:
+    sys.path.insert(0, str(_PACKAGE.parent))
+
+from spmd_rl.comm.placement import detect  # noqa: E402
+from spmd_rl.config.check import check, check_model, check_world, derived_sizes  # noqa: E402
+from spmd_rl.config.errors import UserError  # noqa: E402
+from spmd_rl.config.load import load_config, to_yaml  # noqa: E402
+from spmd_rl.config.schema import Config  # noqa: E402
+
+EXIT_USER_ERROR = 2
+_OTHERS_FIRST_S = 3.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the job that the command line describes; the exit status."""
+    arguments = _parse(sys.argv[1:] if argv is None else argv)
+    try:
+        config = load_config(arguments.config, arguments.overrides)
+        check(config)
+        check_model(config)
+        if arguments.dry_run:
+            print(dry_run(config, arguments.ranks or detect(os.environ).size))
+            return 0
+        # Imported late: `--help` and a mistyped key should not wait for torch.
+        from spmd_rl.job import run
+
+        return run(config)
+    except UserError as error:
+        _complain(error)
+        return EXIT_USER_ERROR
+
+
+def dry_run(config: Config, ranks: int) -> str:
+    """The resolved configuration, the graph, and what each distinct rank would do; loads no model."""
+    from spmd_rl.graph.describe import describe_graph, describe_plan
+    from spmd_rl.graph.graph import load_graph, resolve
+    from spmd_rl.graph.plan import make_plan
+
+    check_world(config, ranks)
+    graph = resolve(load_graph(config.run.graph)(config, ranks), ranks)
+    sizes = "\n".join(f"  {name}: {value:g}" for name, value in derived_sizes(config, ranks).items())
+    return (
+        f"# configuration\n{to_yaml(config)}\n# derived sizes on {ranks} ranks\n{sizes}\n\n"
+        f"# graph\n{describe_graph(graph)}\n\n# plan\n{describe_plan(make_plan(graph))}"
+    )
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="spmd_rl/main.py", description="Reinforcement-learning post-training as a plain SPMD program."
+    )
+    parser.add_argument("config", help="YAML file with the settings (see configs/)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument("--dry-run", action="store_true", help="print configuration, graph and schedules, then end")
+    parser.add_argument("--ranks", type=int, default=0, help="world size for --dry-run (default: this launch's own)")
+    return parser.parse_intermixed_args(list(argv))
+
+
+def _complain(error: UserError) -> None:
+    """One line for the whole job: rank 0 speaks; another rank only where rank 0 has not failed by the same error,
+    in which case the launcher ends this process before it speaks."""
+    try:
+        rank = detect(os.environ).rank
+    except UserError:
+        rank = 0
+    if rank:
+        time.sleep(_OTHERS_FIRST_S)
+    print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

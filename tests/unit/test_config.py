@@ -1,0 +1,166 @@
+"""Configuration: files, inheritance, overrides, and one clear line for whatever is wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from spmd_rl.config.check import check, check_model, check_world
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.load import load_config, to_yaml, valid_keys
+
+ROOT = Path(__file__).parents[2]
+GOOD = """
+model: {path: somewhere}
+data: {train: [{name: sums, generator: chain_sum, size: 10, params: {min_terms: 2}}]}
+reward: {functions: [{function: reasoning_gym}]}
+"""
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "good.yaml"
+    path.write_text(GOOD)
+    return path
+
+
+def test_overrides_reach_nested_sections_lists_and_free_mappings(good):
+    config = load_config(
+        good,
+        ["train.steps=5", "train.optimizer.lr=2e-5", "data.train[0].size=7", "data.train.0.params.max_terms=3",
+         "rollout.stop=['\\n', END]", "run.name=a b"],
+    )
+    assert (config.train.steps, config.train.optimizer.lr) == (5, 2e-5)
+    assert config.data.train[0].size == 7 and config.data.train[0].params == {"min_terms": 2, "max_terms": 3}
+    assert config.rollout.stop == ["\\n", "END"]
+    assert config.run.folder == "runs/a b"
+    check(config)
+
+
+def test_inheritance_goes_through_files_relative_to_each_other(tmp_path, good):
+    (tmp_path / "sub").mkdir()
+    child = tmp_path / "sub" / "child.yaml"
+    child.write_text("defaults: ../good.yaml\ntrain: {steps: 3}\n")
+    config = load_config(child, ["train.prompts_per_step=2"])
+    assert (config.train.steps, config.train.prompts_per_step, config.model.path) == (3, 2, "somewhere")
+    child.write_text("defaults: child.yaml\n")
+    with pytest.raises(UserError, match="inherits from itself"):
+        load_config(child)
+
+
+def test_what_is_written_reads_back_equal(tmp_path, good):
+    config = load_config(good, ["train.steps=5", "data.train.0.system_prompt='数字だけ 🙂'"])
+    (tmp_path / "written.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "written.yaml") == config
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.nnodez=4", "unknown key trainer.nnodez; the nearest valid key is train"),
+        ("train.stepz=4", r"unknown key train.stepz; the nearest valid key is train.steps \(an integer\)"),
+        ("train.lr=1e-3", r"unknown key train.lr; the nearest valid key is train.optimizer.lr \(a number\)"),
+        ("critic.lr=1", "unknown key critic.lr; .* train.optimizer.lr"),
+        ("train.steps=abc", "train.steps: an integer is wanted, not 'abc'"),
+        ("train.steps=1.5", "train.steps: an integer is wanted, not 1.5"),
+        ("train.steps=true", "train.steps: an integer is wanted, not True"),
+        ("observe.nvtx=maybe", "observe.nvtx: true or false is wanted, not 'maybe'"),
+        ("train.optimizer=5", "train.optimizer is a section with keys such as lr"),
+        ("train.optimizer.betas=3", r"betas: a list \(a number each\) is wanted, not 3"),
+        ("data.train[3].size=1", "list index out of range"),
+        ("data.train=x", "data.train wants a list of sections"),
+        ("nonsense", "'nonsense' is not of the form section.key=value"),
+        ("rollout.engine=vlm", "rollout.engine='vlm' is not known: one of vllm, transformers .* did you mean vllm"),
+        ("train.samples_per_prompt=0", "train.samples_per_prompt=0: at least 1 is wanted"),
+        ("train.updates_per_step=9", "updates_per_step=9 is more than train.prompts_per_step=8"),
+        ("rollout.temperature=0", "rollout.temperature=0.0: a number above 0 is wanted"),
+        ("rollout.top_p=1.5", "top_p: a number above 0 and up to 1"),
+        ("eval.samples_per_prompt=4", "eval.temperature=0 draws the same response"),
+        ("eval.pass_at=[3]", "eval.pass_at=3 needs 1 <= k <= eval.samples_per_prompt=1"),
+        ("reward.functions=[]", "reward.functions is empty"),
+        ("data.train=[]", "data.train is empty"),
+    ],
+)
+def test_wrong_input_is_one_line_that_says_what_would_be_right(good, override, message):
+    with pytest.raises(UserError, match=message) as caught:
+        check(load_config(good, [override]))
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (GOOD + "trian: {steps: 3}", "unknown key trian"),
+        (GOOD + "train: {stesp: 3}", "unknown key train.stesp; the nearest valid key is train.steps"),
+        ("- a list", "a mapping of sections is wanted"),
+        ("train: {steps: [", r"bad.yaml:\d+: not valid YAML"),
+        (GOOD.replace("model: {path: somewhere}", ""), "model.path is not set"),
+        (GOOD.replace("size: 10", "sise: 10"), "unknown key data.train.sise"),
+    ],
+)
+def test_a_wrong_file_is_one_line_too(tmp_path, text, message):
+    path = tmp_path / "bad.yaml"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        load_config(path)
+
+
+def test_missing_file_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"nothing.yaml: No such file"):
+        load_config(tmp_path / "nothing.yaml")
+
+
+def test_model_folder_and_heads(tmp_path, good):
+    config = load_config(good, [f"model.path={tmp_path}/none"])
+    with pytest.raises(UserError, match="there is no folder"):
+        check_model(config)
+    config = load_config(good, [f"model.path={tmp_path}", "rollout.tensor_parallel=2"])
+    with pytest.raises(UserError, match="config.json: No such file"):
+        check_model(config)
+    (tmp_path / "config.json").write_text('{"num_attention_heads": 9}')
+    with pytest.raises(UserError, match="no \\*.safetensors"):
+        check_model(config)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with pytest.raises(UserError, match="tensor_parallel=2 does not divide the model's 9 attention heads; possible: 1, 3, 9"):
+        check_model(config)
+    with pytest.raises(UserError, match="3 ranks are not divisible by rollout.tensor_parallel=2"):
+        check_world(config, 3)
+
+
+def test_every_key_is_read_somewhere_outside_the_schema():
+    """A key that no code names does nothing: it must not exist."""
+    code = "\n".join(
+        path.read_text() for path in (ROOT / "spmd_rl").rglob("*.py") if path.parent.name != "config"
+    )
+    names = {key.rsplit(".", 1)[-1] for key in valid_keys()}
+    unread = sorted(name for name in names if not re.search(rf"\.{name}\b", code))
+    assert unread == []
+
+
+def test_shipped_configurations_load():
+    paths = sorted((ROOT / "configs").glob("*.yaml"))
+    assert paths
+    for path in paths:
+        if path.name != "base.yaml":
+            check(load_config(path))
+
+
+def test_every_section_is_frozen():
+    config = load_config(ROOT / "configs" / "quickstart.yaml")
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        config.train.steps = 3  # type: ignore[misc]
+
+
+def test_dry_run_prints_config_graph_and_schedule_without_a_model_load():
+    command = [sys.executable, "spmd_rl/main.py", "configs/quickstart.yaml", "--dry-run", "--ranks", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "prompts_per_step: 8" in done.stdout
+    assert "samples per step: 64" in done.stdout
+    assert "schedule of ranks 0-2, each step" in done.stdout
+    assert re.search(r"\d+\. run +rollout: prompt -> response", done.stdout)
