@@ -168,6 +168,7 @@ class CheckpointConfig:
 @dataclass(frozen=True)
 class CommConfig:
     backend: str = "auto"  # auto: nccl on CUDA, gloo elsewhere | gloo | nccl
+    transport: str = "torch"  # carries samples between stages: torch (the backend above) | mpi (mpi4py, on CPU)
     timeout_s: float = 600.0  # of one collective
     init_timeout_s: float = 120.0  # until all ranks have met
     heartbeat_s: float = 60.0  # a rank that is silent for so long is stuck

@@ -184,7 +184,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All samples of `batches`, in order; all must have the same columns. Empty batches without columns count not."""
+        """All samples of `batches`, in order; all must have the same columns. Those without samples and columns do not count."""
         parts = [b for b in batches if len(b) or b.columns]
         if not parts:
             return Batch.empty()
@@ -197,9 +197,7 @@ class Batch:
         return Batch(
             torch.cat([b.ids for b in parts]),
             {
-                name: Column(
-                    torch.cat([b[name].values for b in parts]), torch.cat([b[name].lengths for b in parts])
-                )
+                name: Column(torch.cat([b[name].values for b in parts]), torch.cat([b[name].lengths for b in parts]))
                 for name in names
             },
         )

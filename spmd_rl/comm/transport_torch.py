@@ -1,0 +1,125 @@
+"""Channels over torch.distributed: NCCL for payloads on CUDA, gloo for the rest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from spmd_rl.comm.transport import TransportError
+from spmd_rl.comm.world import World
+
+Int64 = NDArray[np.int64]
+
+
+class TorchTransport:
+    name = "torch"
+
+    def __init__(self, world: World, timeout_s: float) -> None:
+        self.world = world
+        self.timeout = timedelta(seconds=timeout_s)
+
+    def open(self, ranks: Sequence[int]) -> TorchChannel | None:
+        ranks = sorted(ranks)
+        control = dist.new_group(ranks, timeout=self.timeout, backend="gloo")
+        payload = control
+        if self.world.device.type == "cuda":
+            payload = dist.new_group(ranks, timeout=self.timeout, backend="nccl")
+        if self.world.rank not in ranks:
+            return None
+        return TorchChannel(tuple(ranks), self.world.rank, control, payload, self.timeout)
+
+
+class TorchChannel:
+    """control: a gloo group for metadata; payload: the group for bytes on the world's device."""
+
+    def __init__(
+        self, ranks: tuple[int, ...], rank: int, control: ProcessGroup, payload: ProcessGroup, timeout: timedelta
+    ) -> None:
+        self.ranks = ranks
+        self.rank = rank
+        self.control = control
+        self.payload = payload
+        self.timeout = timeout
+
+    def all_gather(self, words_K: Int64) -> Int64:
+        gathered = torch.empty(len(self.ranks) * len(words_K), dtype=torch.int64)
+        with self._named("all_gather"):
+            dist.all_gather_into_tensor(gathered, torch.from_numpy(words_K), group=self.control)
+        return gathered.numpy().reshape(len(self.ranks), -1)
+
+    def all_gather_bytes(self, data: Tensor, sizes_N: Int64) -> Tensor:
+        """The collective wants equal sizes. Where the ranks' sizes are far from equal (one rank may hold everything)
+        padding would multiply the bytes by the world's size: then equal shares are made first, by an all-to-all."""
+        count, total, largest = len(self.ranks), int(sizes_N.sum()), int(sizes_N.max())
+        if total == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        place = self.ranks.index(self.rank)
+        if largest * count <= 2 * total + 4096 * count:
+            share = torch.zeros(largest, dtype=torch.uint8)
+            share[: data.numel()] = data
+            gathered = self._gather_equal(share)
+            return (
+                gathered
+                if largest * count == total
+                else torch.cat(
+                    [part[:size] for part, size in zip(gathered.split(largest), sizes_N.tolist(), strict=True)]
+                )
+            )
+        per_rank = -(-total // count)
+        begins = np.cumsum(sizes_N) - sizes_N
+        shares = np.arange(count) * per_rank
+        send = _overlap(int(begins[place]), int(sizes_N[place]), shares, np.full(count, per_rank))
+        recv = _overlap(place * per_rank, per_rank, begins, sizes_N)
+        share = torch.zeros(per_rank, dtype=torch.uint8)
+        with self._named("all_to_all of metadata"):
+            dist.all_to_all_single(share[: int(recv.sum())], data, recv.tolist(), send.tolist(), group=self.control)
+        return self._gather_equal(share)[:total]
+
+    def _gather_equal(self, share: Tensor) -> Tensor:
+        gathered = torch.empty(len(self.ranks) * share.numel(), dtype=torch.uint8)
+        with self._named("all_gather of metadata"):
+            dist.all_gather_into_tensor(gathered, share, group=self.control)
+        return gathered
+
+    def broadcast(self, data: Tensor, root: int) -> None:
+        with self._named("broadcast"):
+            dist.broadcast(data, root, group=self.control)
+
+    def all_to_all(self, send: Tensor, send_N: Int64, recv: Tensor, recv_N: Int64) -> None:
+        with self._named("all_to_all"):
+            dist.all_to_all_single(recv, send, recv_N.tolist(), send_N.tolist(), group=self.payload)
+
+    def send(self, data: Tensor, ranks: Sequence[int]) -> None:
+        self._point_to_point(lambda: [dist.isend(data, rank, group=self.payload) for rank in ranks], "send")
+
+    def receive(self, data: Tensor, rank: int) -> None:
+        self._point_to_point(lambda: [dist.irecv(data, rank, group=self.payload)], f"receive from rank {rank}")
+
+    def _point_to_point(self, begin: Callable[[], list[dist.Work | None]], what: str) -> None:
+        with self._named(what):
+            for work in begin():
+                if work is not None:
+                    work.wait(self.timeout)
+
+    @contextmanager
+    def _named(self, what: str) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            ranks = ",".join(map(str, self.ranks))
+            raise TransportError(f"{what} among ranks {ranks} failed on rank {self.rank}: {reason}") from None
+
+
+def _overlap(begin: int, size: int, begins_N: Int64, sizes_N: Int64) -> Int64:
+    """int64 [N]: how many bytes of [begin, begin + size) lie in each of the other intervals."""
+    end = np.minimum(begin + size, begins_N + sizes_N)
+    return np.maximum(end - np.maximum(begin, begins_N), 0)

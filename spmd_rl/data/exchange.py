@@ -1,0 +1,303 @@
+"""`Coordinator`: moves batches along the edges between stages whose parallelism differs. No rank is special.
+
+Every rank of an edge's source and target calls `start` for the same (step, edge) in the same order. What follows is
+the same pure computation everywhere, over metadata that was gathered; then each rank moves its own bytes.
+"""
+
+from __future__ import annotations
+
+import copy
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_rl.comm.transport import Channel, Transport, TransportError
+from spmd_rl.comm.world import World
+from spmd_rl.data.agreement import Claim, ExchangeError, agree
+from spmd_rl.data.assignment import Assignment, assign
+from spmd_rl.data.balance import Balance
+from spmd_rl.data.batch import Batch
+from spmd_rl.data.buffers import Arenas, Scratch
+from spmd_rl.data.counters import EdgeCounters
+from spmd_rl.data.exchange_plan import RankPlan, anything_moves, plan_rank
+from spmd_rl.data.layout import Layout
+from spmd_rl.data.metadata import Schema
+from spmd_rl.observe.metrics import Metrics
+from spmd_rl.ops.segments import as_bytes, copy_segments
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """One use of an edge, as its ranks describe it; all must describe it alike."""
+
+    step: int
+    edge: str
+    source: Layout
+    target: Layout
+    balance: Balance | None = None
+    cost: tuple[str, ...] = ()
+    follow: Assignment | None = None
+
+    @property
+    def union(self) -> tuple[int, ...]:
+        return tuple(sorted({*self.source.ranks, *self.target.ranks}))
+
+    def describe(self) -> str:
+        follow = f"follows {self.follow.digest:x}" if self.follow is not None else "follows nothing"
+        return (
+            f"step {self.step}, edge {self.edge}, {self.source} -> {self.target}, {self.balance}, "
+            f"cost {'+'.join(self.cost) or 'none'}, {follow}"
+        )
+
+
+class Pending:
+    """An exchange on its way."""
+
+    def __init__(self, future: Future[tuple[Batch, Assignment]], waited: Callable[[float], None]) -> None:
+        self._future = future
+        self._waited = waited
+
+    def done(self) -> bool:
+        return self._future.done()
+
+    def wait(self) -> tuple[Batch, Assignment]:
+        """This rank's samples of the target (none where it is not in the target), and where all samples went.
+
+        Raises ExchangeError, on every rank that takes part. Each transport call behind it has its own deadline, so
+        this ends.
+        """
+        begin = time.perf_counter()
+        try:
+            return self._future.result()
+        finally:
+            self._waited(time.perf_counter() - begin)
+
+
+class Coordinator:
+    """Exchanges of one process.
+
+    edges: the (source, target) layouts of all exchanges to come; a channel for each distinct union of ranks is opened
+    here, once, in this order: collective over the whole world.
+
+    Each channel has a thread of its own that carries out its exchanges one by one, in the order of `start`, which is
+    the same on all ranks: collectives of one channel cannot cross, and a late peer holds up no other channel.
+    """
+
+    def __init__(self, world: World, transport: Transport, edges: Iterable[tuple[Layout, Layout]]) -> None:
+        self.world = world
+        self.counters: defaultdict[str, EdgeCounters] = defaultdict(EdgeCounters)
+        self._reported: dict[str, EdgeCounters] = {}
+        self._schemas: dict[str, Schema] = {}
+        self._alive: set[tuple[int, str]] = set()
+        self._arenas = Arenas(world.device)
+        self._lanes: dict[tuple[int, ...], _Lane] = {}
+        unions = (tuple(sorted({*source.ranks, *target.ranks})) for source, target in edges)
+        for union in dict.fromkeys(unions):
+            channel = transport.open(union)
+            if channel is not None:
+                self._lanes[union] = _Lane(channel, world.device)
+
+    def start(
+        self,
+        step: int,
+        edge: str,
+        batch: Batch,
+        source: Layout,
+        target: Layout,
+        balance: Balance | None = None,
+        cost: str | Sequence[str] = (),
+        follow: Assignment | None = None,
+    ) -> Pending:
+        """Begin to move `batch` from the slots of `source` to those of `target`; returns at once.
+
+        Called by every rank of either layout; ranks outside the source pass `Batch.empty()`. The first rank of a
+        source slot sends for it. balance and cost: see `Balance`; the length of a sample is the sum of its lengths in
+        the columns `cost`. follow: send these samples where another producer's already went. The batch's tensors must
+        not be written before `wait` has returned.
+        """
+        names = (cost,) if isinstance(cost, str) else tuple(cost)
+        exchange = Exchange(step, edge, source, target, balance, names, follow)
+        lane = self._lanes.get(exchange.union)
+        if lane is None:
+            ranks = list(exchange.union)
+            raise ExchangeError(f"edge {edge!r}: rank {self.world.rank} has no channel over ranks {ranks}")
+        if (step, edge) in self._alive:
+            raise ExchangeError(f"edge {edge!r} is already in use in step {step}")
+        self._alive.add((step, edge))
+        begun = time.perf_counter()
+        ready = lane.record()
+
+        def run() -> tuple[Batch, Assignment]:
+            try:
+                with lane.stream_after(ready):
+                    return self._run(exchange, batch, lane)
+            finally:
+                self.counters[edge].total_s += time.perf_counter() - begun
+
+        def waited(seconds: float) -> None:
+            self.counters[edge].exposed_s += seconds
+            self._alive.discard((step, edge))
+            lane.join_stream()
+
+        return Pending(lane.submit(run), waited)
+
+    def metrics(self, metrics: Metrics) -> None:
+        """Add what the exchanges since the last call have cost. Call it when none is on its way."""
+        exposed = total = 0.0
+        for edge, counters in sorted(self.counters.items()):
+            new = counters.since(self._reported.get(edge, EdgeCounters()))
+            self._reported[edge] = copy.copy(counters)
+            exposed, total = exposed + new.exposed_s, total + new.total_s
+            if not new.exchanges:
+                continue
+            metrics.sum(f"exchange/{edge}/bytes_sent", new.bytes_sent)
+            metrics.sum(f"exchange/{edge}/bytes_received", new.bytes_received)
+            metrics.max(f"exchange/{edge}/bytes_sent_max", new.bytes_sent)
+            metrics.mean(f"exchange/{edge}/local_hit_fraction", new.local_hits, new.exchanges)
+            metrics.mean(f"exchange/{edge}/imbalance_before", new.before, new.exchanges)
+            metrics.mean(f"exchange/{edge}/imbalance_after", new.after, new.exchanges)
+            metrics.mean(f"exchange/{edge}/time_copy", new.copy_s, new.exchanges)
+            metrics.mean(f"exchange/{edge}/time_flight", new.flight_s, new.exchanges)
+        metrics.mean("time/exchange_exposed", exposed, 1)
+        metrics.mean("time/exchange_total", total, 1)
+
+    def close(self) -> None:
+        """End the threads, after what they have been given."""
+        for lane in self._lanes.values():
+            lane.close()
+
+    def _run(self, exchange: Exchange, batch: Batch, lane: _Lane) -> tuple[Batch, Assignment]:
+        where = f"exchange {exchange.edge!r} of step {exchange.step}"
+        counters = self.counters[exchange.edge]
+        begin = time.perf_counter()
+        try:
+            claim = Claim(exchange.describe(), batch, exchange.source, self.world.rank)
+            agreed = agree(lane.channel, claim, exchange.source, self._schemas.get(exchange.edge))
+            self._schemas[exchange.edge] = agreed.metadata.schema
+            met = time.perf_counter()
+            try:
+                decision = assign(
+                    agreed.metadata, exchange.source, exchange.target, exchange.balance, exchange.cost, exchange.follow
+                )
+            except ValueError as fault:  # the same on every rank: it was found in what all have gathered
+                raise ExchangeError(str(fault)) from None
+            plan = plan_rank(
+                agreed.metadata, decision, exchange.source, exchange.target, lane.channel.ranks, self.world.rank,
+                agreed.replicas_hold,
+            )  # fmt: skip
+            moves = anything_moves(decision, agreed.metadata, exchange.source, exchange.target)
+            planned = time.perf_counter()
+            result = self._move(plan, moves, batch, agreed.metadata.schema, lane, counters)
+        except ExchangeError as error:
+            raise ExchangeError(f"{where}: {error}") from None
+        except TransportError as error:
+            lane.broken = f"{where} failed"
+            raise ExchangeError(f"{where} among ranks {list(lane.channel.ranks)}: {error}") from None
+        counters.exchanges += 1
+        counters.samples_out += len(result)
+        counters.metadata_bytes += agreed.bytes
+        counters.metadata_s += met - begin
+        counters.plan_s += planned - met
+        counters.before += decision.before
+        counters.after += decision.after
+        return result, decision.assignment
+
+    def _move(
+        self, plan: RankPlan, moves: bool, batch: Batch, schema: Schema, lane: _Lane, counters: EdgeCounters
+    ) -> Batch:
+        """Carry out this rank's plan. moves: whether any rank's samples leave it."""
+        begin = time.perf_counter()
+        own = [as_bytes(batch[name].values.to(self.world.device).contiguous()) for name in sorted(batch.columns)]
+        recv = lane.scratch.get("recv", int(plan.recv_N.sum()))
+        if moves:
+            send = lane.scratch.get("send", int(plan.send_N.sum()))
+            copy_segments(own, send, plan.pack)
+            packed = time.perf_counter()
+            lane.channel.all_to_all(send, plan.send_N, recv, plan.recv_N)
+            counters.flight_s += time.perf_counter() - packed
+            counters.bytes_sent += send.numel()
+            counters.bytes_received += recv.numel()
+        else:
+            packed = begin
+        if plan.result is None:
+            return Batch.empty()
+        in_place = plan.in_place and plan.share_from is None
+        arena: Tensor | None = None
+        unpacking = time.perf_counter()
+        if not in_place or plan.share_with:
+            arena = self._arenas.get(plan.result.bytes)
+            copy_segments([recv, *own], arena, plan.unpack)
+            counters.bytes_local += int(plan.unpack[3, plan.unpack[0] > 0].sum())
+        counters.copy_s += (packed - begin) + (time.perf_counter() - unpacking)
+        if plan.share_with and arena is not None and arena.numel():
+            lane.channel.send(arena, plan.share_with)
+            counters.bytes_sent += arena.numel() * len(plan.share_with)
+        if plan.share_from is not None and arena is not None and arena.numel():
+            lane.channel.receive(arena, plan.share_from)
+            counters.bytes_received += arena.numel()
+        if in_place:
+            counters.local_hits += 1
+            return batch if batch.columns else Batch(batch.ids, schema.empty(self.world.device))
+        assert arena is not None
+        return plan.result.batch(arena)
+
+
+class _Lane:
+    """A channel, the thread that uses it, and its buffers."""
+
+    def __init__(self, channel: Channel, device: torch.device) -> None:
+        self.channel = channel
+        self.scratch = Scratch(device)
+        self.broken: str | None = None
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
+        name = f"exchange-{'-'.join(map(str, channel.ranks[:4]))}"
+        # A daemon: a process that ends because of an error elsewhere must not wait here for a peer.
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, job: Callable[[], Any]) -> Future[Any]:
+        future: Future[Any] = Future()
+        self._jobs.put((future, job))
+        return future
+
+    def close(self) -> None:
+        self._jobs.put(None)
+        self._thread.join()
+
+    def _work(self) -> None:
+        while (entry := self._jobs.get()) is not None:
+            future, job = entry
+            try:
+                if self.broken is not None:
+                    raise ExchangeError(f"the channel is unusable since {self.broken}")
+                result = job()
+            except BaseException as error:  # handed to whoever waits
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+            del entry, job  # the batch must not live on here until the next exchange
+
+    def record(self) -> torch.cuda.Event | None:
+        """The point in the caller's CUDA stream at which the batch is complete."""
+        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+
+    def stream_after(self, ready: torch.cuda.Event | None) -> Any:
+        """Kernels launched inside run on the lane's own stream, after `ready`."""
+        if self._stream is not None and ready is not None:
+            self._stream.wait_event(ready)
+        return torch.cuda.stream(self._stream)
+
+    def join_stream(self) -> None:
+        """What the caller launches from now on comes after the lane's work."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
