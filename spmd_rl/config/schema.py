@@ -45,6 +45,7 @@ class SourceConfig:
     answer_column: str = "answer"  # handed to the reward functions with the whole row
     system_prompt: str = ""  # first message, where the row is plain text
     prompt_template: str = "{prompt}"  # wraps a plain-text prompt
+    weight: float = 1.0  # how often an epoch goes through the rows (training only); 0.5: half of them, in turns
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class DataConfig:
     eval: list[SourceConfig] = field(default_factory=list)
     epochs: int = 0  # stop after so many passes over the training rows; 0: as many as train.steps needs
     shuffle: bool = True  # a seeded permutation of each epoch; false: file order
+    curriculum: str = ""  # a column of numbers in whose ascending order each epoch runs, e.g. the difficulty
     max_prompt_tokens: int = 1024  # longer prompts are left out (counted and said)
     chat_template: bool = True  # false: the prompt text is tokenised as it stands
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)  # e.g. enable_thinking: false
