@@ -6,6 +6,8 @@ batch job reads like a terminal. Colours appear on a terminal only.
 
 from __future__ import annotations
 
+import io
+import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 
@@ -120,5 +122,7 @@ class Console:
 
 
 def _standard_output() -> RichConsole:
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal without UTF-8 must not end a run
     out = RichConsole(highlight=False)
     return out if out.is_terminal else RichConsole(highlight=False, width=_PLAIN_WIDTH, no_color=True)

@@ -52,10 +52,14 @@ class SampleRecord:
 
     @classmethod
     def from_json(cls, line: str | bytes) -> SampleRecord:
-        fields = json.loads(line)
+        return cls.from_fields(json.loads(line))
+
+    @classmethod
+    def from_fields(cls, fields: dict[str, Any]) -> SampleRecord:
+        """From the object that a line holds."""
         parts = {name: _number(value) for name, value in fields["reward_parts"].items()}
-        fields |= {"id": tuple(fields["id"]), "reward": _number(fields["reward"]), "reward_parts": parts}
-        return cls(**fields)
+        known = {"id": tuple(fields["id"]), "reward": _number(fields["reward"]), "reward_parts": parts}
+        return cls(**(fields | known))
 
 
 def to_json(value: Any) -> str:

@@ -53,7 +53,7 @@ class Spans:
     def __init__(self, rank: int = 0, file: Path | None = None, nvtx: bool = False) -> None:
         self.rank = rank
         self._file = file
-        self._push, self._pop = nvtx_functions() if nvtx else (None, None)
+        self._nvtx = nvtx_functions() if nvtx else None
         self._wall_ns = time.time_ns() - time.perf_counter_ns()
         self._home = threading.get_ident()
         self._stacks: defaultdict[int, list[str]] = defaultdict(list)
@@ -69,8 +69,8 @@ class Spans:
         thread = threading.get_ident()
         stack = self._stacks[thread]
         stack.append(name)
-        if self._push:
-            self._push(name)
+        if self._nvtx:
+            self._nvtx[0](name)
         error = ""
         start = time.perf_counter_ns()
         try:
@@ -80,8 +80,8 @@ class Spans:
             raise
         finally:
             duration = time.perf_counter_ns() - start
-            if self._pop:
-                self._pop()
+            if self._nvtx:
+                self._nvtx[1]()
             path = self._path(thread)
             stack.pop()
             if not stack:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import unicodedata
+from math import isfinite
 
 _PICTURES = {code: chr(0x2400 + code) for code in range(0x20)} | {0x7F: "\u2421"}  # ␀ … ␟, ␡
 _JOINS = {"\u200d", "\ufe0e", "\ufe0f"}  # zero-width joiner, variation selectors: part of the character before
@@ -46,16 +47,18 @@ def _belongs_to_previous(char: str) -> bool:
     return char in _JOINS or unicodedata.category(char).startswith("M")
 
 
-def number(value: float) -> str:
-    """Four significant digits: 0.1234, 12.34, 1234, 1.2e-05."""
-    if value != value or value in (float("inf"), float("-inf")):
+def number(value: float, digits: int = 4) -> str:
+    """So many significant digits, and all digits before the point: 0.1234, 12.34, 12345, 1.2e-05, 1.23e+07."""
+    if not isfinite(value):
         return str(value)
     size = abs(value)
-    if size >= 1e6 or 0 < size < 1e-3:
-        return f"{value:.2g}" if size < 1 else f"{value:.3g}"
-    if float(value).is_integer() and size < 1e6:
-        return f"{int(value)}"
-    return f"{value:.4g}"
+    if 0 < size < 1e-3:
+        return f"{value:.2g}"
+    if size >= 1e6:
+        return f"{value:.{digits - 1}g}"
+    if size >= 10 ** (digits - 1) or value == int(value):
+        return f"{value:.0f}"
+    return f"{value:.{digits}g}"
 
 
 def duration(seconds: float) -> str:

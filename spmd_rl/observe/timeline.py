@@ -36,11 +36,12 @@ def merge_timeline(run_folder: Path, max_events: int = MAX_EVENTS) -> Path | Non
         return None
     total = sum(_count_lines(path) for path in files.values())
     every = -(-total // max_events) if total > max_events else 1
+    kept = "all" if every == 1 else f"steps divisible by {every}"
     target = run_folder / "timeline.json"
     aside = target.with_suffix(".json.part")
     with aside.open("w", encoding="utf-8") as out:
         out.write('{"displayTimeUnit": "ms",\n')
-        out.write(f'"otherData": {{"events": {total}, "kept": "every {every}. step"}},\n"traceEvents": [')
+        out.write(f'"otherData": {{"events": {total}, "kept": "{kept}"}},\n"traceEvents": [')
         separator = "\n"
         for rank, path in files.items():
             for event in _rank_events(rank, path, every):

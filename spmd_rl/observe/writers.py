@@ -96,7 +96,7 @@ class TensorBoardFile:
     def __init__(self, folder: Path, restored_step: int = 0) -> None:
         if importlib.util.find_spec("tensorboard") is None:
             raise UserError(
-                "observe.tensorboard=true needs the package tensorboard: pip install it, or set observe.tensorboard=false"
+                "observe.tensorboard=true needs the package tensorboard: install it or set observe.tensorboard=false"
             )
         self._folder = folder
         self._purge_step = restored_step + 1 if restored_step else 0

@@ -1,0 +1,192 @@
+"""`Recorder`: the one object through which the main loop is watched.
+
+Files of a run folder:
+
+| file                   | written by | what                                                             |
+| ---------------------- | ---------- | ---------------------------------------------------------------- |
+| `metrics.jsonl`        | rank 0     | one object per step; evaluations join their step's (0: at start) |
+| `samples.jsonl`        | rank 0     | at most `samples_per_step` per step and per evaluation           |
+| `environment.json`     | rank 0     | machine, packages and world of each start                        |
+| `tensorboard/`         | rank 0     | the same metrics                                                 |
+| `timeline/rank<k>.jsonl` | rank k   | its spans                                                        |
+| `timeline.json`        | rank 0     | all ranks' spans, merged at the end                              |
+| `report.html`          | rank 0     | at the end                                                       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import torch.distributed as dist
+from torch import Tensor
+
+from spmd_rl.comm.world import World
+from spmd_rl.config.schema import ObserveConfig
+from spmd_rl.observe.console import Console
+from spmd_rl.observe.environment import note_start
+from spmd_rl.observe.evaluation import EvalResult
+from spmd_rl.observe.memory import add_memory
+from spmd_rl.observe.metrics import Metrics
+from spmd_rl.observe.notes import Notes
+from spmd_rl.observe.report import write_report
+from spmd_rl.observe.samples import SampleRecord, choose_samples, gather_samples
+from spmd_rl.observe.spans import Spans
+from spmd_rl.observe.timeline import merge_timeline, rank_file, rank_files
+from spmd_rl.observe.writers import MetricsFile, SamplesFile, TensorBoardFile, read_lines
+
+
+class Recorder:
+    """Made by every rank with the same arguments.
+
+    steps: of the whole run; restored_step: of the checkpoint that the run goes on from (0: it starts anew; then what
+    an earlier attempt left in the files is removed). `step` and `evaluation` are collective over all ranks, as is
+    `close`, except after a failure.
+    """
+
+    def __init__(
+        self, config: ObserveConfig, world: World, run_folder: Path, *, steps: int, restored_step: int = 0
+    ) -> None:
+        self._config, self._world, self._folder = config, world, run_folder
+        self._group = world.control if world.size > 1 else None
+        run_folder.mkdir(parents=True, exist_ok=True)
+        spans_file = rank_file(run_folder, world.rank) if config.timeline else None
+        if restored_step == 0:
+            rank_file(run_folder, world.rank).unlink(missing_ok=True)
+        self.spans = Spans(world.rank, spans_file, config.nvtx)
+        self._shared = _Shared(config, world, run_folder, steps, restored_step) if world.rank == 0 else None
+
+    def start(self, title: str, facts: Mapping[str, object]) -> None:
+        """The banner: run folder, world, and what else the caller has to say (model parameters, derived sizes)."""
+        world = self._world
+        nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
+        own = {
+            "run folder": self._folder,
+            "world": f"{world.size} rank{'s' if world.size > 1 else ''}{nodes}, {world.device.type} ({world.source})",
+        }
+        if self._shared:
+            self._shared.console.banner(title, own | dict(facts))
+
+    def say(self, text: str) -> None:
+        """One line on the console of rank 0."""
+        if self._shared:
+            self._shared.console.say(text)
+
+    def choose(self, ids: Tensor) -> list[int]:
+        """Which samples (positions in `ids`, int64 [S, 3] of this rank) `step` or `evaluation` would write, so that
+        only their tokens need be turned into text. Collective."""
+        return choose_samples(ids, self._config.samples_per_step, self._group)
+
+    def step(
+        self, step: int, metrics: Metrics | Mapping[str, float], samples: Sequence[SampleRecord] = ()
+    ) -> dict[str, float]:
+        """Record a finished step, after its `step` span has ended; the reduced metrics of all ranks. Collective.
+
+        metrics: this rank's accumulated ones, or results that are already reduced. samples: of this rank; no more
+        than `observe.samples_per_step` of all ranks' are written. Adds times, memory and throughput.
+        """
+        own = Metrics()
+        self.spans.collect(own, slowest=self._world.size > 1)
+        add_memory(own, self._world.device)
+        if isinstance(metrics, Metrics):
+            own.merge(metrics)
+            values = own.reduce(self._group)
+        else:
+            values = own.reduce(self._group) | dict(metrics)
+        _add_throughput(values)
+        records = gather_samples(samples, self._config.samples_per_step, self._group)
+        self.spans.flush()
+        if self._shared:
+            self._shared.step(step, values, records)
+        return values
+
+    def evaluation(self, step: int, results: Sequence[EvalResult], samples: Sequence[SampleRecord] = ()) -> None:
+        """Record an evaluation after `step` steps (0: before training). results: equal on all ranks; samples: of this
+        rank. Collective."""
+        records = gather_samples(samples, self._config.samples_per_step, self._group)
+        if self._shared:
+            self._shared.evaluation(step, results, records)
+
+    def close(self, failed: bool = False) -> Path | None:
+        """Write what is left; rank 0 merges the timeline and writes the report (its path is returned there).
+
+        failed: other ranks may be gone, so nobody is waited for.
+        """
+        self.spans.flush()
+        if self._group is not None and not failed:
+            dist.barrier(group=self._group)  # until all ranks' spans are written
+        return self._shared.close() if self._shared else None
+
+
+def _add_throughput(values: dict[str, float]) -> None:
+    seconds = values.get("time/step")
+    if not seconds:
+        return
+    for counter, rate in (("samples", "throughput/samples_per_s"), ("tokens/generated", "throughput/tokens_per_s")):
+        if counter in values:
+            values.setdefault(rate, values[counter] / seconds)
+
+
+def _spread(records: Sequence[SampleRecord]) -> list[SampleRecord]:
+    """The first of every prompt, then the others."""
+    firsts = {(record.source, record.id[1]): record for record in reversed(records)}
+    chosen = [record for record in records if firsts[record.source, record.id[1]] is record]
+    return chosen + [record for record in records if firsts[record.source, record.id[1]] is not record]
+
+
+class _Shared:
+    """What rank 0 alone does: the console and the shared files."""
+
+    def __init__(self, config: ObserveConfig, world: World, folder: Path, steps: int, restored_step: int) -> None:
+        self._config, self._folder = config, folder
+        self.console = Console(steps)
+        self._steps = steps
+        self._notes = Notes()
+        self._metrics = MetricsFile(folder / "metrics.jsonl", restored_step)
+        self._samples = SamplesFile(folder / "samples.jsonl", restored_step)
+        self._tensorboard = TensorBoardFile(folder / "tensorboard", restored_step) if config.tensorboard else None
+        self._first: dict[str, float] = {}  # values of each set's first evaluation
+        for line in read_lines(folder / "metrics.jsonl"):
+            for name, value in line.items():
+                if name.startswith("eval/") and value is not None:
+                    self._first.setdefault(name, value)
+        if restored_step == 0:
+            for rank, path in rank_files(folder).items():
+                if rank >= world.size:  # of an earlier attempt in a larger world
+                    path.unlink()
+        note_start(folder, world, restored_step)
+
+    def step(self, step: int, values: Mapping[str, float], records: Sequence[SampleRecord]) -> None:
+        self._write(step, values, records)
+        self.console.step(step, values)
+        for note in self._notes.about(values):
+            self.console.note(note)
+        every = self._config.console_every
+        if step in (1, self._steps) or (every and step % every == 0):
+            self.console.completions(step, _spread(records)[: self._config.console_samples])
+
+    def evaluation(self, step: int, results: Sequence[EvalResult], records: Sequence[SampleRecord]) -> None:
+        values: dict[str, float] = {}
+        for result in results:
+            values |= result.metrics()
+        self._write(step, values, records)
+        for result in results:
+            names = {k: f"eval/{result.source}/pass@{k}" for k in result.pass_at}
+            self.console.evaluation(result, {k: self._first[n] for k, n in names.items() if n in self._first})
+        self._first = values | self._first
+
+    def _write(self, step: int, values: Mapping[str, float], records: Sequence[SampleRecord]) -> None:
+        self._metrics.write(step, values)
+        self._samples.write(records)
+        if self._tensorboard:
+            self._tensorboard.write(step, values)
+
+    def close(self) -> Path:
+        self._metrics.close()
+        self._samples.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        merge_timeline(self._folder)
+        report = write_report(self._folder)
+        self.console.say(f"report: {report}")
+        return report
