@@ -1,0 +1,67 @@
+"""Which settings make two runs the same training: only such a run may go on in the other's folder."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from spmd_rl.config.schema import Config
+
+# Settings that change where, how fast or how closely a run is watched, but not what it learns.
+_FREE = (
+    "run.name",
+    "run.folder",
+    "run.resume",
+    "run.threads",
+    "model.activation_checkpointing",
+    "model.prefix_sharing",
+    "model.logprob_chunk",
+    "data.eval",
+    "rollout.tensor_parallel",
+    "rollout.max_sequences",
+    "rollout.kv_cache_gib",
+    "rollout.gpu_memory_fraction",
+    "rollout.enforce_eager",
+    "rollout.prefix_caching",
+    "rollout.max_model_tokens",
+    "reward.workers",
+    "reward.timeout_s",
+    "train.tokens_per_microbatch",
+    "train.shard",
+    "eval",
+    "checkpoint",
+    "comm",
+    "observe",
+)
+
+
+def run_identity(config: Config) -> dict[str, Any]:
+    """Flat `section.key` → JSON value of every setting that defines the training.
+
+    `train.steps` belongs to it only where the learning-rate schedule depends on it: else a run may be extended.
+    """
+    flat: dict[str, Any] = {}
+    _flatten("", dataclasses.asdict(config), flat)
+    free = _FREE if config.train.optimizer.schedule != "constant" else (*_FREE, "train.steps")
+    return {key: value for key, value in flat.items() if not _within(key, free)}
+
+
+def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
+    """One phrase per setting that differs, by name."""
+    keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
+    return [f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys]
+
+
+def _flatten(prefix: str, value: Any, flat: dict[str, Any]) -> None:
+    if isinstance(value, dict) and value:
+        for key, item in value.items():
+            _flatten(f"{prefix}.{key}" if prefix else str(key), item, flat)
+    elif isinstance(value, list | tuple) and any(isinstance(item, dict) for item in value):
+        for index, item in enumerate(value):
+            _flatten(f"{prefix}[{index}]", item, flat)
+    else:
+        flat[prefix] = list(value) if isinstance(value, tuple) else value
+
+
+def _within(key: str, sections: tuple[str, ...]) -> bool:
+    return any(key == name or key.startswith((f"{name}.", f"{name}[")) for name in sections)

@@ -1,0 +1,104 @@
+"""`run.resume`: where a run starts, and whose folder it may write to. Deletes nothing."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from spmd_rl.checkpoint.files import InvalidCheckpoint, latest_valid, read_commit, write_durably
+from spmd_rl.checkpoint.identity import differences
+from spmd_rl.config.errors import UserError
+
+RUN_FILE = "run.json"  # in the run folder: the settings that define the training
+CHECKPOINTS = "checkpoints"
+_SHOWN = 3  # differing settings in a message
+log = logging.getLogger(__name__)
+
+
+def resolve_resume(run_folder: Path, rule: str, identity: Mapping[str, Any], group: ProcessGroup) -> Path | None:
+    """The checkpoint to start from, or None for a start from the model; claims the run folder for this run.
+
+    rule: auto: the latest whole checkpoint in `run_folder`, which must be new, empty, or of a run with the same
+    identity | none: `run_folder` must be new or empty | a path: that checkpoint, of whatever run; a folder of
+    another run is refused all the same. identity: of `run_identity`.
+    Collective over `group` (CPU): rank 0 looks and writes, all ranks return or raise the same UserError.
+    """
+    answer: list[tuple[str | None, str | None]] = [(None, None)]
+    if dist.get_rank(group) == 0:
+        try:
+            found = _resolve(run_folder, rule, dict(identity))
+            answer = [(str(found) if found else None, None)]
+        except (UserError, OSError) as error:
+            answer = [(None, str(error))]
+    dist.broadcast_object_list(answer, group=group, group_src=0)
+    path, problem = answer[0]
+    if problem is not None:
+        raise UserError(problem)
+    return Path(path) if path else None
+
+
+def step_of(checkpoint: Path | None) -> int:
+    """Optimizer rounds that a checkpoint holds; 0 for None."""
+    return read_commit(checkpoint).step if checkpoint else 0
+
+
+def _resolve(run_folder: Path, rule: str, identity: dict[str, Any]) -> Path | None:
+    entries = sorted(path.name for path in run_folder.iterdir()) if run_folder.exists() else []
+    found: Path | None = None
+    if rule not in ("auto", "none"):
+        found = _explicit(Path(rule))
+    if entries and rule == "none":
+        raise UserError(
+            f"run.resume=none wants a new folder, but {run_folder} holds {_listed(entries)}: give another run.folder, "
+            "or run.resume=auto to go on there"
+        )
+    if entries and RUN_FILE not in entries:
+        raise UserError(
+            f"{run_folder} is no folder of a run ({RUN_FILE} is missing, it holds {_listed(entries)}): "
+            "give another run.folder"
+        )
+    if entries:
+        _same_run(run_folder, identity)
+        if rule == "auto":
+            found = latest_valid(run_folder / CHECKPOINTS)
+    else:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        write_durably(run_folder / RUN_FILE, json.dumps({"settings": identity}, indent=1, sort_keys=True) + "\n")
+    return found
+
+
+def _explicit(path: Path) -> Path:
+    if not path.is_dir():
+        raise UserError(f"run.resume={path}: no such checkpoint folder; auto, none or a checkpoint's path is wanted")
+    try:
+        read_commit(path)
+    except InvalidCheckpoint as error:
+        within = latest_valid(path / CHECKPOINTS) or latest_valid(path)
+        hint = f"; did you mean {within}" if within else ""
+        raise UserError(f"run.resume={path} is no whole checkpoint: {error}{hint}") from None
+    return path
+
+
+def _same_run(run_folder: Path, identity: dict[str, Any]) -> None:
+    try:
+        there = json.loads((run_folder / RUN_FILE).read_text(encoding="utf-8"))["settings"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{run_folder / RUN_FILE} is unreadable: give another run.folder") from None
+    here = json.loads(json.dumps(identity))
+    found = differences(there, here)
+    if found:
+        more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
+        raise UserError(
+            f"{run_folder} belongs to another run: {'; '.join(found[:_SHOWN])}{more}. Give another run.folder "
+            "(run.resume=PATH starts it from a checkpoint of that run)"
+        )
+
+
+def _listed(entries: list[str]) -> str:
+    return ", ".join(entries[:_SHOWN]) + (", …" if len(entries) > _SHOWN else "")
