@@ -14,6 +14,7 @@ say() { echo "setup: $*"; }
 
 venv=.venv
 stamp=$venv/spmd_rl.stamp           # digest of what was installed, and the extras; written last
+log=$venv/setup.log
 unfinished=$venv/spmd_rl.unfinished # there while this script installs: what an aborted run leaves is made anew
 
 # One set-up at a time; the second then finds the work done.
@@ -31,8 +32,8 @@ mapfile -t extras < <(printf '%s\n' "${extras[@]}" "${earlier[@]}" "$@" | grep -
 digest() { # of all that decides what is installed and built
     {
         printf '%s\n' "${extras[@]}"
-        sha256sum setup.py launch/setup.sh launch/requirements.py
-        find csrc -type f \( -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py' \) -print0 |
+        sha256sum launch/setup.sh launch/requirements.py
+        find setup.py csrc -type f \( -name '*.cpp' -o -name '*.cu' -o -name '*.h' -o -name '*.cuh' -o -name '*.py' \) -print0 |
             LC_ALL=C sort -z | xargs -0 -r sha256sum
     } | sha256sum | cut -d' ' -f1
 }
@@ -80,8 +81,9 @@ pip_install() { # what for people, arguments of pip
     local what=$1 begin=$SECONDS
     shift
     say "installing $what"
-    $venv/bin/python -m pip install --quiet --no-input --disable-pip-version-check --progress-bar off "$@" ||
-        fail "installing $what failed (pip's message is above); start again once that is mended"
+    # Into a file: pip complains at length about the dependencies that are left out on purpose.
+    $venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1 ||
+        { tail -n 15 "$log" >&2; fail "installing $what failed (pip's last lines are above, all of them in $log)"; }
     say "installed $what in $((SECONDS - begin)) s"
 }
 requirements() { $venv/bin/python launch/requirements.py "$1" "${extras[@]}" >"$list/$1" || exit 1; }

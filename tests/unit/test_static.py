@@ -1,0 +1,23 @@
+"""Lint and types, as tests: what ruff or mypy says is the failure's message."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[2]
+CHECKED = ("spmd_rl", "tests", "launch", "perf", "csrc", "setup.py")
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", *arguments], cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return "" if done.returncode == 0 else f"{done.stdout}{done.stderr}"
+
+
+def test_ruff() -> None:
+    assert not run("ruff", "check", "--no-fix", *CHECKED)
+
+
+def test_mypy() -> None:
+    assert not run("mypy")
