@@ -41,6 +41,8 @@ def bootstrap(comm: CommConfig, threads: int = 0) -> World:
         world_size=placement.size,
         timeout=timeout,
     )
+    data = dist.group.WORLD
+    assert data is not None  # just made
     control = dist.new_group(backend="gloo", timeout=timeout)
     local = _locate(placement, control)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(local.rank), str(local.size)
@@ -56,7 +58,7 @@ def bootstrap(comm: CommConfig, threads: int = 0) -> World:
         device=device,
         source=placement.source,
         timeout_s=comm.timeout_s,
-        data=dist.group.WORLD,
+        data=data,
         control=control,
         address=meeting.address,
     )
@@ -158,7 +160,7 @@ def _device(local: _Local, placement: Placement) -> torch.device:
     # Slurm and MPI may hand each rank one GPU of its own, which every rank then sees as number 0.
     index = 0 if found == 1 and placement.source not in ("torchrun", "single") else local.rank
     if index >= found:
-        raise UserError(f"rank {placement.rank} would use GPU {index} of its node, which shows {found}: start fewer ranks")
+        raise UserError(f"rank {placement.rank} would use GPU {index} of its node, which has {found}: too many ranks")
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     return device

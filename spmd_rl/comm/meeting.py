@@ -45,7 +45,8 @@ def meet(placement: Placement, timeout_s: float) -> Meeting:
             # This is the machine where the ranks meet: another machine's address tells which of ours leads out.
             address = address_towards(shared.get("elsewhere").decode())
     except dist.DistNetworkError as error:
-        raise UserError(f"rank {placement.rank}: the meeting point {host}:{port} went away before all had come") from error
+        gone = f"the meeting point {host}:{port} went away before all had come"
+        raise UserError(f"rank {placement.rank}: {gone}") from error
     return Meeting(shared, host, port, address)
 
 
@@ -73,7 +74,7 @@ def _connect(host: str, port: int, placement: Placement, serve: bool, timeout: t
     except (dist.DistError, OSError) as error:
         reason = str(error).splitlines()[0]
         if serve:
-            raise UserError(f"rank 0 cannot open the meeting point {host}:{port} ({reason}); set MASTER_PORT") from error
+            raise UserError(f"cannot open the meeting point {host}:{port} ({reason}): set MASTER_PORT") from error
         raise UserError(
             f"rank {placement.rank} on {socket.gethostname()} did not reach the meeting point {host}:{port} within "
             f"{timeout.total_seconds():g} s: is rank 0 running there, and MASTER_ADDR right?"
@@ -94,7 +95,7 @@ def _open_over_mpi(placement: Placement, timeout: timedelta) -> tuple[str, int, 
         if _answers(host, port):
             return host, port, _connect(host, port, placement, False, timeout)
     raise UserError(
-        f"rank {placement.rank} on {socket.gethostname()} reaches rank 0 at none of {', '.join(candidates)} port {port}; "
+        f"rank {placement.rank} on {socket.gethostname()} reaches none of {', '.join(candidates)}, port {port}: "
         "set MASTER_ADDR and MASTER_PORT"
     )
 
@@ -109,8 +110,8 @@ def _mpi_world(placement: Placement) -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise UserError(
-            f"{placement.source} started this rank, but mpi4py does not load ({error}): pip install 'spmd_rl[mpi]', or set "
-            "MASTER_ADDR and MASTER_PORT"
+            f"{placement.source} started this rank, but mpi4py does not load ({error}): pip install 'spmd_rl[mpi]', "
+            "or set MASTER_ADDR and MASTER_PORT"
         ) from error
     comm = MPI.COMM_WORLD
     if (comm.Get_rank(), comm.Get_size()) != (placement.rank, placement.size):

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from spmd_rl.comm.rollcall import RollCall
 from spmd_rl.comm.transport import TransportError
 from spmd_rl.comm.world import World
 
@@ -25,29 +26,39 @@ class TorchTransport:
     def __init__(self, world: World, timeout_s: float) -> None:
         self.world = world
         self.timeout = timedelta(seconds=timeout_s)
+        self._opened = 0
 
     def open(self, ranks: Sequence[int]) -> TorchChannel | None:
         ranks = sorted(ranks)
+        self._opened += 1
         control = dist.new_group(ranks, timeout=self.timeout, backend="gloo")
         payload = control
         if self.world.device.type == "cuda":
             payload = dist.new_group(ranks, timeout=self.timeout, backend="nccl")
         if self.world.rank not in ranks:
             return None
-        return TorchChannel(tuple(ranks), self.world.rank, control, payload, self.timeout)
+        return TorchChannel(tuple(ranks), self.world.rank, control, payload, self.timeout, self._opened)
 
 
 class TorchChannel:
     """control: a gloo group for metadata; payload: the group for bytes on the world's device."""
 
     def __init__(
-        self, ranks: tuple[int, ...], rank: int, control: ProcessGroup, payload: ProcessGroup, timeout: timedelta
+        self,
+        ranks: tuple[int, ...],
+        rank: int,
+        control: ProcessGroup,
+        payload: ProcessGroup,
+        timeout: timedelta,
+        number: int,
     ) -> None:
         self.ranks = ranks
         self.rank = rank
         self.control = control
         self.payload = payload
         self.timeout = timeout
+        self._roll = RollCall(f"torch/{number}", ranks, rank)
+        self._calls = 0
 
     def all_gather(self, words_K: Int64) -> Int64:
         gathered = torch.empty(len(self.ranks) * len(words_K), dtype=torch.int64)
@@ -111,12 +122,13 @@ class TorchChannel:
 
     @contextmanager
     def _named(self, what: str) -> Iterator[None]:
+        self._calls += 1
         try:
             yield
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            ranks = ",".join(map(str, self.ranks))
-            raise TransportError(f"{what} among ranks {ranks} failed on rank {self.rank}: {reason}") from None
+            absent = self._roll.say(self._calls)
+            raise TransportError(f"{what} failed on rank {self.rank}: {reason}{absent}") from None
 
 
 def _overlap(begin: int, size: int, begins_N: Int64, sizes_N: Int64) -> Int64:

@@ -18,9 +18,9 @@ class World:
     """The place of one process.
 
     rank, size: in the whole job; local_rank, local_size: on this node; node, nodes: which node of how many;
-    source: what started the job (torchrun, openmpi, mpich, slurm, explicit, single); data: the group for payloads (NCCL on
-    CUDA, else gloo); control: a gloo group over all ranks for metadata; timeout_s: deadline of one collective; address: where the
-    other ranks reach this one.
+    source: what started the job (torchrun, openmpi, mpich, slurm, explicit, single); data: the group for payloads
+    (NCCL on CUDA, else gloo); control: a gloo group over all ranks for metadata; timeout_s: deadline of one
+    collective; address: where the other ranks reach this one.
     """
 
     rank: int

@@ -51,7 +51,8 @@ class WorldResult:
             errors = "\n".join(f"rank {rank}: {text}" for rank, text in enumerate(self.errors) if text)
             raise AssertionError(
                 f"world ended with {self.returncode} after {self.seconds:.1f} s, timed out: {self.timed_out}\n"
-                f"{errors}\n--- stderr\n{self.stderr[-6000:]}\n--- stdout\n{self.stdout[-3000:]}\n--- stacks\n{self.stacks}"
+                f"{errors}\n--- stderr\n{self.stderr[-6000:]}\n"
+                f"--- stdout\n{self.stdout[-3000:]}\n--- stacks\n{self.stacks}"
             )
         return self
 
@@ -135,7 +136,8 @@ def launch_command(launcher: str, ranks: int, options: Sequence[str] = ()) -> li
 def find_mpirun() -> str | None:
     """mpirun (or mpiexec) of this interpreter's environment, else of the system."""
     beside = str(Path(sys.executable).parent)
-    return next((path for name in ("mpirun", "mpiexec") for where in (beside, None) if (path := shutil.which(name, path=where))), None)
+    found = (shutil.which(name, path=where) for where in (beside, None) for name in ("mpirun", "mpiexec"))
+    return next(filter(None, found), None)
 
 
 def marked_pids(mark: str) -> list[int]:
@@ -164,15 +166,18 @@ def kill_marked(mark: str) -> None:
         time.sleep(0.05)
 
 
-def _task(target: str | Path | Callable[..., Any], args: Mapping[str, Any] | Sequence[str], timeout_s: float) -> list[str]:
+def _task(
+    target: str | Path | Callable[..., Any], args: Mapping[str, Any] | Sequence[str], timeout_s: float
+) -> list[str]:
     if callable(target):
         target = f"{target.__module__}:{target.__qualname__}"
     name = str(target)
     module, colon, _ = name.partition(":")
     if colon and "/" not in module and not module.endswith(".py"):
-        if not isinstance(args, Mapping) and args:
+        keywords = args if isinstance(args, Mapping) else {}
+        if args and not keywords:
             raise TypeError("arguments of a function are a mapping of names to values")
-        return ["function", name, json.dumps({"args": dict(args), "timeout_s": timeout_s})]
+        return ["function", name, json.dumps({"args": dict(keywords), "timeout_s": timeout_s})]
     if isinstance(args, Mapping):
         raise TypeError("arguments of a script are a sequence of strings")
     return ["script", str((ROOT / name).resolve()), *map(str, args)]

@@ -43,7 +43,7 @@ def run_function(folder: Path, target: str, task: dict[str, Any]) -> None:
     result: dict[str, Any] = {}
     try:
         module, _, name = target.partition(":")
-        function = reduce(getattr, name.split("."), importlib.import_module(module))
+        function: Any = reduce(getattr, name.split("."), importlib.import_module(module))
         result["value"] = function(world, **task["args"])
     except BaseException:
         result["error"] = traceback.format_exc()

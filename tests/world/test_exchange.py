@@ -21,3 +21,45 @@ def test_random_exchanges_deliver_every_byte(transport: str, launcher: str, rank
     ).check()
     assert all(rank["exchanges"] == 120 for rank in result.ranks)
     assert all(rank["sent"] > 0 and rank["hits"] > 0 for rank in result.ranks)
+
+
+@pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
+def test_faults_are_named_on_every_rank_and_leave_the_channel_usable(transport: str, launcher: str) -> None:
+    result = run_world(
+        "tests.world.exchange_faults:faults", ranks=3, launcher=launcher, timeout_s=90, args={"transport": transport}
+    ).check()
+    for heard in result.ranks:
+        assert heard == result.ranks[0]
+    heard = result.ranks[0]
+    assert "rank 2: column 'prompt' holds 6 values, but its lengths add up to 10" in heard["lengths"]
+    assert "(0, 0, 0) occurs more than once" in heard["duplicates"]
+    assert "rank 2: column 'prompt' holds" in heard["dtype"] and "cannot be sent" in heard["dtype"]
+    assert "columns differ: rank 0 has" in heard["schema"] and "rank 2 has" in heard["schema"]
+    assert "rank 2 has no columns" in heard["bare"]
+    assert "ranks [2] mean 'step 5" in heard["plan"] and "linear=2.0" in heard["plan"]
+    assert "cost column 'respons' does not exist; there are prompt, version" in heard["cost"]
+    assert "not in the source" in heard["outside"]
+    assert "(0, 2, 0) is missing" in heard["follow"]
+    assert all("exchange 'e' of step" in text for text in heard.values())
+
+
+@pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
+def test_a_peer_that_never_comes_is_named_in_time(transport: str, launcher: str) -> None:
+    result = run_world(
+        "tests.world.exchange_faults:absent_peer",
+        ranks=3,
+        launcher=launcher,
+        timeout_s=60,
+        args={"transport": transport, "patience_s": 4.0},
+    )
+    assert not result.timed_out, result.stacks
+    for rank in (0, 1):
+        heard = [line for line in result.stdout.splitlines() if f"rank {rank} heard:" in line]
+        assert len(heard) == 1 and "exchange 'rollout' of step 1" in heard[0], result.stdout + result.stderr
+        assert "rank 2 did not come" in heard[0]
+        assert f"rank {rank} again: the channel is unusable since exchange 'rollout' of step 1 failed" in result.stdout
+
+
+def test_mpi_without_its_launcher_is_refused_in_one_line() -> None:
+    result = run_world("tests.world.exchange_faults:wrong_transport", ranks=1, launcher="single", timeout_s=60).check()
+    assert "mpi sees rank 0 of 1, but this is rank 0 of 2; start the ranks with mpirun" in result.ranks[0]

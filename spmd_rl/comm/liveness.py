@@ -1,0 +1,420 @@
+"""Failure detection without a centre: each rank watches its neighbours in a ring, and an alarm goes round.
+
+A connection that ends without a goodbye is a dead rank, at once; one that is silent for `heartbeat_s` is a stuck one;
+a stage beyond its deadline is found by the rank's own watchdog. Whoever notices prints one line and passes the alarm
+on; every rank then ends by itself within about a second, also out of a collective that would wait for ever.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import math
+import os
+import secrets
+import selectors
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import timedelta
+from types import TracebackType
+from typing import Any
+
+import torch.distributed as dist
+
+from spmd_rl.comm.address import LOOPBACK, is_loopback
+from spmd_rl.comm.alarm import EXIT_STOPPED, Alarm, one_line
+from spmd_rl.comm.link import Link, Peer, process_start, successors
+from spmd_rl.comm.world import World
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.schema import CommConfig
+
+_BEAT_S = 1.0
+_TURN_S = 0.15  # between the neighbours that may report a rank: the first one's alarm silences the others
+_OWN_END_S = 0.7  # a rank that is failing by itself gets so long to say so before another's failure ends it
+_BLAME_S = 2.0  # a rank whose collective broke waits so long to hear who broke it
+_FAILED_EXIT_S = 10.0  # after its failure is announced, a rank must have ended; threads of libraries may hold it
+_RAISED_IN = "_spmd_rl_stage"  # attribute of an exception: where it was raised
+
+
+@dataclass
+class _Stage:
+    name: str
+    step: int
+    began: float
+    deadline_s: float
+
+
+class Liveness:
+    """Watches the other ranks and this one, from a daemon thread. Collective to make and to close.
+
+        with Liveness(world, config.comm) as watch:
+            with watch.stage("rollout", step):
+                ...
+
+    Leaving the block by an exception tells all ranks, which then stop; leaving it normally waits for all ranks (they
+    may come at different times) and says goodbye. Needs no thread of torch, holds no lock while it waits.
+    """
+
+    def __init__(self, world: World, comm: CommConfig) -> None:
+        self._world = world
+        self._heartbeat_s = comm.heartbeat_s
+        self._stage_timeout_s = comm.stage_timeout_s
+        self._lock = threading.Lock()
+        self._stages: list[_Stage] = []
+        self._resting = _Stage("start", 0, time.monotonic(), math.inf)  # between stages: the last one, without deadline
+        self._alarm: Alarm | None = None
+        self._failed_at = math.inf  # when this rank's own exception came
+        self._leaving = False
+        self._suspects: dict[int, tuple[float, Alarm]] = {}  # peer → when to report it, and how
+        self._listener = socket.create_server((world.address, 0), family=_family(world.address), backlog=64)
+        self._peers, self._token = self._introduce()
+        self._machine = self._peers[world.rank].machine
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(self._listener, selectors.EVENT_READ)
+        self._wake_in, self._wake_out = socket.socketpair()
+        self._wake_out.setblocking(False)
+        self._selector.register(self._wake_in, selectors.EVENT_READ)
+        neighbours = successors(world.rank, world.size)
+        self._links = [self._connect(rank, order) for order, rank in enumerate(neighbours)]
+        self._awaited = len(neighbours)  # as many ranks connect to this one
+        self._linked = threading.Event()
+        _close_in_forked_children(self)
+        self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
+        self._thread.start()
+        if neighbours and not self._linked.wait(comm.init_timeout_s):
+            late = f"{self._awaited} of its neighbours did not connect within {comm.init_timeout_s:g} s"
+            raise RuntimeError(f"rank {world.rank}: {late}")
+
+    @contextlib.contextmanager
+    def stage(self, name: str, step: int, deadline_s: float | None = None) -> Iterator[None]:
+        """What this rank is doing, for messages, and until when (default: `comm.stage_timeout_s`). May be nested."""
+        stage = _Stage(name, step, time.monotonic(), self._stage_timeout_s if deadline_s is None else deadline_s)
+        with self._lock:
+            self._stages.append(stage)
+        self._beat()
+        try:
+            yield
+        except BaseException as error:
+            vars(error).setdefault(_RAISED_IN, (name, step))  # the innermost stage is the one to name
+            raise
+        finally:
+            with self._lock:
+                self._stages.remove(stage)
+                self._resting = stage
+            self._beat()
+
+    def close(self) -> None:
+        """Wait for all ranks, still watching them, then say goodbye. For a normal end."""
+        with self.stage("end", self._now().step):
+            wait_s = min(self._stage_timeout_s, 1e6) + 60.0  # the stage's own deadline comes first and says more
+            self._world.control.barrier(timeout=timedelta(seconds=wait_s)).wait()
+        for link in list(self._links):
+            link.post({"goodbye": self._world.rank})
+        self._leaving = True
+        self._wake()
+        self._thread.join(5.0)
+
+    def fail(self, error: BaseException) -> None:
+        """Tell all ranks that this one fails, unless the error only follows from another rank's end.
+
+        Then this does not return: the process ends with the other rank's alarm.
+        """
+        if isinstance(error, RuntimeError) and not isinstance(error, UserError):
+            self._await_alarm(_BLAME_S)  # a broken collective: who broke it is known in a moment
+        now, me = self._now(), self._world.rank
+        name, step = vars(error).get(_RAISED_IN, (now.name, now.step))
+        alarm = Alarm("failed", me, socket.gethostname(), os.getpid(), name, step, me, one_line(error))
+        if self._raise(alarm) and not isinstance(error, UserError):  # main prints a UserError itself
+            _say(alarm.line())
+        self._failed_at = time.monotonic()
+        self._wake()
+
+    def __enter__(self) -> Liveness:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None or (isinstance(error, SystemExit) and error.code in (None, 0)):
+            try:
+                self.close()
+            except BaseException as broken:
+                self.fail(broken)
+                raise
+        else:
+            self.fail(error)
+
+    # ---- start
+
+    def _introduce(self) -> tuple[list[Peer], str]:
+        """Every rank learns every other's address and process, once."""
+        pid = os.getpid()
+        me = Peer(
+            rank=self._world.rank,
+            host=socket.gethostname(),
+            machine=_machine(),
+            pid=pid,
+            started=process_start(pid),
+            address=self._world.address,
+            port=self._listener.getsockname()[1],
+        )
+        facts: list[Any] = [None] * self._world.size
+        dist.all_gather_object(facts, (me, secrets.token_hex(8)), group=self._world.control)
+        return [fact[0] for fact in facts], facts[0][1]
+
+    def _connect(self, rank: int, order: int) -> Link:
+        peer = self._peers[rank]
+        same_host = is_loopback(self._world.address) and is_loopback(peer.address)
+        sock = socket.create_connection((LOOPBACK if same_host else peer.address, peer.port), timeout=30.0)
+        link = Link(sock)
+        # The rank before the culprit speaks after those behind it.
+        link.rank, link.order = rank, len(successors(rank, self._world.size)) + order
+        link.post({"hello": self._world.rank, "token": self._token})
+        self._selector.register(sock, selectors.EVENT_READ, link)
+        return link
+
+    # ---- the watching thread
+
+    def _watch(self) -> None:
+        beat_s = min(_BEAT_S, self._heartbeat_s / 4)
+        next_beat = last = time.monotonic()
+        while not self._leaving:
+            soonest = min([next_beat, *(due for due, _ in self._suspects.values())])
+            events = self._selector.select(max(0.0, soonest - time.monotonic()))
+            now = time.monotonic()
+            if now - last > self._heartbeat_s / 2:  # it was we who were away: nobody else is to blame
+                for link in self._links:
+                    link.heard = now
+            last = now
+            for key, _ in events:
+                if key.fileobj is self._listener:
+                    self._accept()
+                elif key.fileobj is self._wake_in:
+                    self._wake_in.recv(4096)
+                else:
+                    self._read(key.data)
+            if now >= next_beat:
+                next_beat = now + beat_s
+                self._beat()
+                self._arm_stack_dump()
+            self._look_round(now)
+        faulthandler.cancel_dump_traceback_later()
+        self._hang_up()
+
+    def _arm_stack_dump(self) -> None:
+        """Should this thread get no turn until just before we are called stuck, C code writes our stacks to stderr."""
+        faulthandler.dump_traceback_later(0.9 * self._heartbeat_s, exit=False, file=2)
+
+    def _accept(self) -> None:
+        try:
+            sock, _ = self._listener.accept()
+        except OSError:
+            return
+        link = Link(sock)
+        self._selector.register(sock, selectors.EVENT_READ, link)
+
+    def _read(self, link: Link) -> None:
+        messages, ended = link.receive()
+        link.heard = time.monotonic()
+        for message in messages:
+            self._take(link, message)
+        if ended:
+            self._selector.unregister(link.sock)
+            link.sock.close()
+            if link in self._links:
+                self._links.remove(link)
+                if not (link.said_goodbye or self._leaving):
+                    self._suspect(link, "died", "")
+
+    def _take(self, link: Link, message: dict[str, Any]) -> None:
+        if link.rank < 0:
+            rank = message.get("hello")
+            if message.get("token") == self._token and isinstance(rank, int):
+                link.rank, link.order = rank, successors(rank, self._world.size).index(self._world.rank)
+                self._links.append(link)
+                now = self._now()
+                link.post({"stage": now.name, "step": now.step}, droppable=True)
+                self._awaited -= 1
+                if self._awaited == 0:
+                    self._linked.set()
+        elif "stage" in message:
+            link.stage, link.step = message["stage"], message["step"]
+        elif "goodbye" in message:
+            link.said_goodbye = True
+        elif "alarm" in message and self._raise(Alarm(**message["alarm"])):
+            self._stop(noticed_here=False)
+
+    def _look_round(self, now: float) -> None:
+        """Act on whatever is due: an own stage beyond its deadline, a silent neighbour, a suspect to report."""
+        if now - self._failed_at > _FAILED_EXIT_S:
+            _flush_and_exit(1)
+        if self._alarm is not None:  # our own failure, already announced: main is ending
+            return
+        for link in self._links:
+            silent_s = now - link.heard
+            if silent_s > self._heartbeat_s and not link.said_goodbye:
+                self._suspect(link, "stuck", f"silent for {silent_s:.0f} s")
+            elif link.rank in self._suspects and self._suspects[link.rank][1].kind == "stuck":
+                del self._suspects[link.rank]
+        with self._lock:
+            overdue = [stage for stage in self._stages if now - stage.began > stage.deadline_s]
+        if overdue:
+            self._report_overdue(overdue[-1])
+        for due, alarm in list(self._suspects.values()):
+            if now >= due and self._raise(alarm):
+                self._stop(noticed_here=True)
+
+    def _suspect(self, link: Link, kind: str, cause: str) -> None:
+        peer = self._peers[link.rank]
+        alarm = Alarm(kind, peer.rank, peer.host, peer.pid, link.stage, link.step, self._world.rank, cause)
+        due = time.monotonic() + _TURN_S * link.order
+        known = self._suspects.get(link.rank)
+        if known is None or due < known[0] or known[1].kind != kind == "died":
+            self._suspects[link.rank] = (due, alarm)
+
+    def _report_overdue(self, stage: _Stage) -> None:
+        elsewhere = sorted({(link.rank, link.stage, link.step) for link in self._links})
+        others = [
+            f"rank {rank} is in stage '{name}' of step {step}"
+            for rank, name, step in elsewhere
+            if (name, step) != (stage.name, stage.step)
+        ]
+        cause = ", ".join([f"{time.monotonic() - stage.began:.0f} s of {stage.deadline_s:g} s", *others])
+        me = self._world.rank
+        if self._raise(Alarm("overdue", me, socket.gethostname(), os.getpid(), stage.name, stage.step, me, cause)):
+            self._stop(noticed_here=True)
+
+    # ---- stopping
+
+    def _raise(self, alarm: Alarm) -> bool:
+        """Pass the alarm on, if it is the first one here (and whether it is)."""
+        with self._lock:
+            if self._alarm is not None or self._leaving:
+                return False
+            self._alarm = alarm
+        for link in list(self._links):
+            link.post({"alarm": alarm.message()})
+        return True
+
+    def _stop(self, noticed_here: bool) -> None:
+        """End this process because of the alarm. Does not return, unless this rank is failing by itself."""
+        alarm = self._alarm
+        assert alarm is not None
+        if not noticed_here and alarm.kind == "failed" and self._fails_too():
+            return
+        first_here = self._world.local_rank == 0 and self._peers[alarm.by].machine != self._machine
+        if noticed_here or first_here:  # one line on every machine
+            _say(alarm.line())
+        now = self._now()
+        mine = alarm.rank == self._world.rank
+        if (alarm.kind in ("stuck", "overdue") and mine) or (
+            alarm.kind == "overdue" and (now.name, now.step) != (alarm.stage, alarm.step)
+        ):
+            _say(f"rank {self._world.rank}, in stage '{now.name}' of step {now.step}, its Python stacks:")
+            faulthandler.dump_traceback(file=2, all_threads=True)
+        self._hang_up()
+        if alarm.kind == "stuck":
+            self._peers[alarm.rank].kill_if_here(self._machine)
+        _flush_and_exit(EXIT_STOPPED)
+
+    def _fails_too(self) -> bool:
+        """Whether an exception of our own is under way: then main ends with its own message and exit status."""
+        until = time.monotonic() + _OWN_END_S
+        while time.monotonic() < until:
+            if self._failed_at < math.inf:
+                return True
+            time.sleep(0.02)
+        return False
+
+    def _await_alarm(self, seconds: float) -> None:
+        """Give the watching thread time to learn of another rank's end; it then ends this process."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._alarm is not None:
+                time.sleep(5.0)  # `_stop` is at work
+                return
+            time.sleep(0.02)
+
+    def _hang_up(self) -> None:
+        """Send what is queued, then close without resetting connections whose messages are still being read."""
+        until = time.monotonic() + 0.3
+        while time.monotonic() < until and not all([link.flush() for link in list(self._links)]):
+            time.sleep(0.01)
+        for link in self._links:
+            with contextlib.suppress(OSError):
+                link.sock.shutdown(socket.SHUT_WR)
+        waiting = list(self._links)
+        while waiting and time.monotonic() < until:
+            waiting = [link for link in waiting if not link.receive()[1]]
+            time.sleep(0.01)
+        self._close_sockets()
+
+    def _close_sockets(self) -> None:
+        for sock in (self._listener, self._wake_in, self._wake_out, *(link.sock for link in self._links)):
+            sock.close()
+
+    # ---- small things
+
+    def _now(self) -> _Stage:
+        with self._lock:
+            return self._stages[-1] if self._stages else self._resting
+
+    def _beat(self) -> None:
+        now = self._now()
+        for link in list(self._links):
+            link.post({"stage": now.name, "step": now.step}, droppable=True)
+
+    def _wake(self) -> None:
+        with contextlib.suppress(OSError):
+            self._wake_out.send(b"\0")
+
+
+def _close_in_forked_children(watch: Liveness) -> None:
+    """A forked worker must not hold our connections open, or our death would go unnoticed while it lives."""
+    reference = weakref.ref(watch)
+
+    def close() -> None:
+        parent = reference()
+        if parent is not None:
+            parent._close_sockets()
+
+    os.register_at_fork(after_in_child=close)
+
+
+def _say(line: str) -> None:
+    """To stderr past Python's buffers and locks, which a stuck thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"spmd_rl: {line}\n".encode())
+
+
+def _flush_and_exit(code: int) -> None:
+    """End the process now: the main thread may sit in a collective for ever. Output gets half a second to leave."""
+
+    def flush() -> None:
+        with contextlib.suppress(Exception):
+            sys.stdout.flush()
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=flush, daemon=True)
+    thread.start()
+    thread.join(0.5)
+    os._exit(code)
+
+
+def _family(address: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in address else socket.AF_INET
+
+
+def _machine() -> str:
+    """This machine and its process table: where a pid means the same process."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()}/{os.getpid()}"
