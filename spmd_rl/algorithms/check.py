@@ -1,0 +1,132 @@
+"""Settings of the algorithm that contradict themselves or have no effect: refused at the start, with what to choose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from typing import TYPE_CHECKING
+
+from spmd_rl.algorithms.advantages import ADVANTAGES
+from spmd_rl.algorithms.aggregate import AGGREGATIONS
+from spmd_rl.algorithms.correction import LEVELS, METHODS
+from spmd_rl.algorithms.kl import LOSS_ESTIMATORS
+from spmd_rl.algorithms.policy_loss import LOSSES
+from spmd_rl.config.check import one_of
+from spmd_rl.config.errors import UserError
+
+if TYPE_CHECKING:
+    from spmd_rl.config.schema import AlgorithmConfig, TrainConfig
+
+# Per key: when it has an effect, and how to say so. A key outside of its place must keep its default.
+_PLACES: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
+    "pass_k": (lambda a: a.advantage == "passk", "algorithm.advantage=passk"),
+    "overlong_penalty": (lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
+    "loss_constant": (lambda a: a.aggregation == "constant", "algorithm.aggregation=constant"),
+    "clip_low": (lambda a: a.loss not in ("sapo", "reinforce"), "a loss with a bounded ratio, as ppo_clip"),
+    "clip_high": (lambda a: a.loss not in ("sapo", "reinforce"), "a loss with a bounded ratio, as ppo_clip"),
+    "dual_clip": (lambda a: a.loss == "ppo_clip", "algorithm.loss=ppo_clip"),
+    "drift_coef": (lambda a: a.loss == "cpgd", "algorithm.loss=cpgd"),
+    "sapo_tau_positive": (lambda a: a.loss == "sapo", "algorithm.loss=sapo"),
+    "sapo_tau_negative": (lambda a: a.loss == "sapo", "algorithm.loss=sapo"),
+    "kl_in": (lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0"),
+    "kl_estimator": (lambda a: a.kl_coef > 0 and a.kl_in == "loss", "algorithm.kl_coef above 0 and kl_in=loss"),
+    "correction_level": (lambda a: a.correction != "none", "algorithm.correction=tis, mis or icepop"),
+    "correction_cap": (lambda a: a.correction != "none", "algorithm.correction=tis, mis or icepop"),
+    "correction_floor": (lambda a: a.correction == "icepop", "algorithm.correction=icepop"),
+}
+
+
+def check(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+    """Raises UserError for an unknown name, a value out of range, a combination without meaning, or a key that the
+    other keys leave without effect."""
+    _names(algorithm)
+    _ranges(algorithm)
+    _advantage(algorithm, train)
+    _loss(algorithm, train)
+    for field in fields(algorithm):
+        value = getattr(algorithm, field.name)
+        if field.name in _PLACES and value != field.default:
+            applies, place = _PLACES[field.name]
+            if not applies(algorithm):
+                raise UserError(f"algorithm.{field.name}={value} has no effect here: it needs {place}, or leave it out")
+
+
+def _names(algorithm: AlgorithmConfig) -> None:
+    if algorithm.advantage == "gae":
+        raise UserError("algorithm.advantage='gae' needs a critic, which this graph has not: choose grpo or rloo")
+    if algorithm.advantage == "remax":
+        raise UserError(
+            "algorithm.advantage='remax' needs the reward of a greedy response, which this graph has not: choose rloo"
+        )
+    if algorithm.kl_estimator == "k1":
+        raise UserError(
+            "algorithm.kl_estimator='k1': as a loss its gradient averages to 0; choose k2, or algorithm.kl_in=reward, "
+            "which uses k1"
+        )
+    one_of("algorithm.advantage", algorithm.advantage, ADVANTAGES)
+    one_of("algorithm.loss", algorithm.loss, LOSSES)
+    one_of("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS)
+    one_of("algorithm.kl_in", algorithm.kl_in, ("loss", "reward"))
+    one_of("algorithm.kl_estimator", algorithm.kl_estimator, LOSS_ESTIMATORS)
+    one_of("algorithm.correction", algorithm.correction, METHODS)
+    one_of("algorithm.correction_level", algorithm.correction_level, LEVELS)
+    one_of("algorithm.nonfinite_logprob", algorithm.nonfinite_logprob, ("stop", "exclude"))
+
+
+def _ranges(algorithm: AlgorithmConfig) -> None:
+    for key in (
+        "overlong_buffer", "overlong_penalty", "loss_constant", "clip_low", "clip_high", "drift_coef", "kl_coef",
+        "entropy_coef", "correction_floor",
+    ):  # fmt: skip
+        if not getattr(algorithm, key) >= 0:
+            raise UserError(f"algorithm.{key}={getattr(algorithm, key)}: at least 0 is wanted")
+    for key in ("sapo_tau_positive", "sapo_tau_negative", "correction_cap"):
+        if not getattr(algorithm, key) > 0:
+            raise UserError(f"algorithm.{key}={getattr(algorithm, key)}: a number above 0 is wanted")
+    if algorithm.loss in ("ppo_clip", "gspo", "cispo") and algorithm.clip_low > 1:
+        raise UserError(f"algorithm.clip_low={algorithm.clip_low}: at most 1 is wanted (1: no lower bound)")
+    if algorithm.loss == "cpgd" and algorithm.clip_low >= 1:
+        raise UserError(f"algorithm.clip_low={algorithm.clip_low}: below 1 is wanted, loss=cpgd takes ln(1 - clip_low)")
+    if algorithm.dual_clip and not algorithm.dual_clip > 1:
+        raise UserError(f"algorithm.dual_clip={algorithm.dual_clip}: above 1 is wanted (3 is usual), or 0 for off")
+    if algorithm.correction == "icepop" and algorithm.correction_floor >= algorithm.correction_cap:
+        raise UserError(
+            f"algorithm.correction_floor={algorithm.correction_floor} must be below "
+            f"algorithm.correction_cap={algorithm.correction_cap}"
+        )
+
+
+def _advantage(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+    if train.samples_per_prompt == 1 and algorithm.advantage != "reinforce_pp":
+        raise UserError(
+            f"algorithm.advantage={algorithm.advantage} compares the samples of a prompt, but "
+            "train.samples_per_prompt=1: set it to 2 or more, or choose algorithm.advantage=reinforce_pp"
+        )
+    if algorithm.advantage == "passk" and not 2 <= algorithm.pass_k <= train.samples_per_prompt:
+        raise UserError(
+            f"algorithm.pass_k={algorithm.pass_k}: a number from 2 to train.samples_per_prompt="
+            f"{train.samples_per_prompt} is wanted (for the mean reward choose algorithm.advantage=rloo)"
+        )
+    if algorithm.advantage == "dr_grpo" and algorithm.aggregation != "constant":
+        raise UserError(
+            f"algorithm.advantage=dr_grpo goes with algorithm.aggregation=constant, not {algorithm.aggregation}; with "
+            "that, the same advantages are called grpo_no_std"
+        )
+
+
+def _loss(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+    if algorithm.loss == "reinforce" and train.updates_per_step > 1:
+        raise UserError(
+            f"algorithm.loss=reinforce has no ratio and is right for the first update only, but train.updates_per_step="
+            f"{train.updates_per_step}: choose ppo_clip, or train.updates_per_step=1"
+        )
+    if algorithm.loss == "gmpo" and algorithm.aggregation in ("seq_mean_token_sum", "constant"):
+        raise UserError(
+            f"algorithm.loss=gmpo is one number per response, and algorithm.aggregation={algorithm.aggregation} would "
+            "count it once per token: choose seq_mean_token_mean"
+        )
+    if algorithm.loss in ("gspo", "gmpo") and algorithm.correction != "none" and algorithm.correction_level == "token":
+        raise UserError(
+            f"algorithm.loss={algorithm.loss} has one ratio per response, but algorithm.correction_level=token weighs "
+            "each token: choose algorithm.correction_level=geometric or sequence"
+        )
