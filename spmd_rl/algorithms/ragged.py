@@ -34,12 +34,6 @@ def segment_mean(values_R: Tensor, cu_seqlens: Tensor, mask_R: Tensor | None = N
     return segment_sum(zero_where_masked(values_R, mask_R), cu_seqlens) / count_S.clamp(min=1)
 
 
-def segment_max(values_R: Tensor, cu_seqlens: Tensor, empty: float = float("-inf")) -> Tensor:
-    """[S]: the largest of each sample's tokens; `empty` for an empty sample."""
-    highest_S = torch.segment_reduce(values_R, "max", offsets=cu_seqlens, initial=float("-inf"))
-    return torch.where(lengths_of(cu_seqlens) > 0, highest_S, empty)
-
-
 def segment_cumsum(values_R: Tensor, cu_seqlens: Tensor) -> Tensor:
     """[R]: the running sum within each sample, in float64 inside so that long neighbours cost no digits."""
     if values_R.numel() == 0:
