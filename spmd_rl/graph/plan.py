@@ -98,6 +98,12 @@ class Plan:
 
     world_size: int
     operations: tuple[Operation, ...]
+    sits: tuple[tuple[str, Layout, frozenset[str]], ...] = ()  # distributions and what is in them after every step
+
+    def where(self, columns: Iterable[str]) -> tuple[str, Layout] | None:
+        """A distribution in which all `columns` sit together after every step, or None."""
+        wanted = set(columns)
+        return next(((name, layout) for name, layout, there in self.sits if wanted <= there), None)
 
     def slice(self, rank: int, step: int) -> Iterator[Operation]:
         """What `rank` does in `step` (counted from 1), in order."""
@@ -121,7 +127,7 @@ def make_plan(graph: ResolvedGraph) -> Plan:
     planner = _Planner(graph)
     for stage in graph.order:
         planner.add(stage)
-    return Plan(graph.world_size, planner.operations())
+    return Plan(graph.world_size, planner.operations(), planner.sits())
 
 
 @dataclass
@@ -158,6 +164,13 @@ class _Planner:
     def operations(self) -> tuple[Operation, ...]:
         parts = zip(self._before, self._runs, self._after, strict=True)
         return tuple(op for before, run, after in parts for op in (*before, run, *after))
+
+    def sits(self) -> tuple[tuple[str, Layout, frozenset[str]], ...]:
+        return tuple(
+            (d.name, d.layout, frozenset(name for name, (_, every) in d.columns.items() if every == 1))
+            for d in self._distributions.values()
+            if d.every == 1
+        )
 
     def add(self, stage: Stage) -> None:
         layout = self._graph.placements[stage.name].layout

@@ -36,12 +36,14 @@ class Runner:
         self._coordinator = coordinator
         self._watch = watch
 
-    def step(self, step: int) -> tuple[Batch, Metrics]:
-        """Run one step; this rank's samples with every column that the last of its stages had, and its metrics."""
+    def step(self, step: int, keep: tuple[str, ...] = ()) -> tuple[Batch, Metrics]:
+        """Run one step: the columns `keep` of the samples that this rank counts as its own, and its metrics.
+
+        There are no samples where those columns never sit together, and on a rank that repeats another's samples.
+        """
         metrics = Metrics()
         store = _Store()
         pending: dict[StartExchange, Pending] = {}
-        last = ""
         for op in self._plan.slice(self._world.rank, step):
             match op:
                 case StartExchange():
@@ -55,9 +57,11 @@ class Runner:
                 case Run():
                     with self._watch(op.stage.name, step):
                         self._run(op, step, store, metrics)
-                    last = op.output or last
         self._coordinator.metrics(metrics)
-        return store.widest(), metrics
+        place = self._plan.where(keep)
+        if place is None or self._world.rank not in place[1].heads:
+            return Batch.empty(), metrics
+        return store.get(place[0], keep), metrics
 
     def _start(self, op: StartExchange, step: int, store: _Store) -> Pending:
         batch = store.get(op.origin, op.columns) if self._world.rank in op.source.ranks else Batch.empty()
@@ -99,7 +103,7 @@ class Runner:
         elif isinstance(output, Mapping):
             _check_columns(stage.name, stage.produces, output)
             store.put(op.output, Batch(batch.ids, output))
-        elif output is not None and hasattr(output, "result"):
+        elif output is not None and hasattr(output, "result") and op.output == op.origin:
             store.defer(op.output, stage.name, stage.produces, output)
         else:
             raise TypeError(f"stage {stage.name!r} must return columns {', '.join(stage.produces)}, not {output!r}")
@@ -128,13 +132,6 @@ class _Store:
             if (name, column) in self._deferred:
                 self._resolve(name, column)
         return self._batches[name].only(columns)
-
-    def widest(self) -> Batch:
-        """The batch with most columns: what there is to know about the samples that ended on this rank."""
-        for name, column in list(self._deferred):
-            if (name, column) in self._deferred:
-                self._resolve(name, column)
-        return max(self._batches.values(), key=lambda b: len(b.columns), default=Batch.empty())
 
     def _resolve(self, name: str, column: str) -> None:
         stage, columns, output = self._deferred[name, column]

@@ -12,6 +12,8 @@ from spmd_rl.observe.evaluation import EvalResult, Outcome, gather_outcomes, sum
 from spmd_rl.observe.samples import SampleRecord
 from spmd_rl.recipes.stages import draw, score, scored_columns
 
+RECORDED = ("prompt", "row", "response", "reward", "reward_parts", "finish")  # what a sample record is made from
+
 
 def evaluate(context: Context) -> tuple[list[EvalResult], list[SampleRecord]]:
     """Draw and score every held-out prompt; the results of all ranks, and this rank's samples.
@@ -21,7 +23,7 @@ def evaluate(context: Context) -> tuple[list[EvalResult], list[SampleRecord]]:
     config = context.config
     outcomes: list[Outcome] = []
     records: list[SampleRecord] = []
-    for source, batch in context.engines["loader"].eval_batches(context.slot, context.slots):
+    for source, batch in context.engines["loader"].eval_batches(context.slot, context.slots).items():
         done = batch.with_columns(draw(context, batch, purpose="eval"))
         scores = score(context, done).result(config.comm.stage_timeout_s)
         done = done.with_columns(scored_columns(scores))
@@ -41,7 +43,7 @@ def _outcomes(config: Config, source: str, batch: Batch) -> list[Outcome]:
 
 
 def sample_records(context: Context, batch: Batch, evaluation: bool = False) -> list[SampleRecord]:
-    """The samples of `batch` as text. It must hold the columns prompt, row, response, reward, reward_parts, finish."""
+    """The samples of `batch` as text; it must hold the columns `RECORDED`."""
     decode = context.engines["tokenizer"].decode
     names = context.engines["reward"].names
     columns = zip(

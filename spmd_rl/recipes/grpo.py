@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from spmd_rl.algorithms.check import check as check_algorithm
 from spmd_rl.config.schema import Config
 from spmd_rl.data.balance import Balance
 from spmd_rl.graph.graph import Graph
@@ -17,6 +18,7 @@ from spmd_rl.recipes import build, stages
 
 def graph(config: Config, world_size: int) -> Graph:
     """Rollout and training share all ranks and take turns; the world size only decides who holds which samples."""
+    check_algorithm(config.algorithm, config.train)
     replicas = Placement(axes={"dp": REST, "tp": config.rollout.tensor_parallel})
     trainers = Placement()
     scored = ("prompt", "response")
@@ -45,25 +47,24 @@ def graph(config: Config, world_size: int) -> Graph:
         EngineSpec("actor", build.actor, trainers),
         EngineSpec("rollout", build.rollout, replicas),
     ]
+    algorithm = config.algorithm
+    in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     on_trainers = []
-    if config.train.updates_per_step > 1:
+    judged = ["response", "reward", "finish", "rollout_logprob"]
+    if config.train.updates_per_step > 1 or in_reward:
         on_trainers.append(Stage("old_logprob", stages.old_logprob, scored, ("old_logprob",)))
         trained.append("old_logprob")
-    if config.algorithm.kl_coef > 0:
+    if algorithm.kl_coef > 0:
         on_trainers.append(Stage("ref_logprob", stages.reference_logprob, scored, ("ref_logprob",)))
         trained.append("ref_logprob")
         engines.append(EngineSpec("reference", build.reference, trainers))
+    if in_reward:
+        judged += ["old_logprob", "ref_logprob"]
     on_trainers.append(Stage("update", stages.update, consumes=tuple(trained)))
     # The first stage on the trainers spreads the samples evenly; the later ones find them there.
     on_trainers[0] = replace(on_trainers[0], balance=Balance(keep_groups=True))
     nodes += [
-        Stage(
-            "advantage",
-            stages.advantage,
-            consumes=("response", "reward", "finish"),
-            produces=("advantage", "loss_mask"),
-            placement=replicas,
-        ),
+        Stage("advantage", stages.advantage, tuple(judged), ("advantage", "loss_mask"), placement=replicas),
         *(replace(stage, placement=trainers) for stage in on_trainers),
         Stage("sync", stages.sync, after=("update",)),
     ]

@@ -12,7 +12,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.algorithms.advantages import compute_advantages
+from spmd_rl.algorithms.masks import exclude, loss_mask, name_samples, nonfinite_samples, spread
 from spmd_rl.algorithms.policy_loss import policy_loss
+from spmd_rl.algorithms.ragged import segment_sum
 from spmd_rl.data.batch import Batch, Column, Finish
 from spmd_rl.engines.protocol import Request
 from spmd_rl.engines.reward.pool import Pending, Scores
@@ -20,7 +22,6 @@ from spmd_rl.engines.rollout.generate import generate
 from spmd_rl.engines.rollout.sampling import sampling_from
 from spmd_rl.engines.rollout.seeds import sample_seed
 from spmd_rl.graph.stage import Context
-from spmd_rl.observe.metrics import Metrics
 
 
 def prompts(context: Context, _: Batch) -> Batch:
@@ -113,24 +114,29 @@ def scored_columns(scores: Scores) -> dict[str, Column]:
 
 def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
     """Advantages within each group, one per token; and which tokens count in the loss."""
-    lengths_S = batch["response"].lengths
-    metrics = context.metrics if context.replica == 0 else Metrics()
+    algorithm = context.config.algorithm
+    lengths_S, offsets = batch["response"].lengths, batch["response"].offsets
+    broken_S = nonfinite_samples(batch["rollout_logprob"].values, offsets)
+    if algorithm.nonfinite_logprob == "stop" and bool(broken_S.any()):
+        raise FloatingPointError(
+            f"the rollout engine's log-probability is NaN or infinite in sample {name_samples(batch.ids, broken_S)}"
+        )
+    reward_S = exclude(batch["reward"].as_scalars(), broken_S)
+    kl_S = None
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        kl_S = segment_sum(batch["old_logprob"].values - batch["ref_logprob"].values, offsets)
     advantage_S = compute_advantages(
-        context.config.algorithm,
-        batch["reward"].as_scalars(),
+        algorithm,
+        reward_S,
         batch.groups(),
         lengths_S,
         max_tokens=context.config.rollout.max_tokens,
+        kl_S=kl_S,
         total=lambda sums: _sum_over_slots(context, sums),
-        metrics=metrics,
+        metrics=context.metrics if context.replica == 0 else None,
     )
-    counts_S = ~batch["reward"].as_scalars().isnan()
-    if context.config.algorithm.mask_truncated:
-        counts_S &= batch["finish"].as_scalars() != Finish.LENGTH
-    return {
-        "advantage": Column(advantage_S.repeat_interleave(lengths_S), lengths_S),
-        "loss_mask": Column(counts_S.to(torch.uint8).repeat_interleave(lengths_S), lengths_S),
-    }
+    mask_R = loss_mask(lengths_S, reward_S, batch["finish"].as_scalars(), algorithm.mask_truncated)
+    return {"advantage": Column(spread(advantage_S, lengths_S), lengths_S), "loss_mask": Column(mask_R, lengths_S)}
 
 
 def _sum_over_slots(context: Context, sums: Tensor) -> Tensor:
@@ -157,7 +163,9 @@ def _logprobs(engine: Any, batch: Batch) -> Column:
 def update(context: Context, batch: Batch) -> None:
     """The optimizer steps of this round; the groups are divided among them by the column `turn`."""
     turns = context.config.train.updates_per_step
-    loss = policy_loss(context.config)
+    loss = policy_loss(
+        context.config.algorithm, updates_per_step=turns, max_tokens=context.config.rollout.max_tokens
+    )
     turn_S = batch["turn"].as_scalars()
     for turn in range(turns):
         part = batch if turns == 1 else batch.select((turn_S == turn).nonzero().flatten())

@@ -1,0 +1,190 @@
+"""The job of one rank: graph → plan → engines → (resume) → steps, with evaluations and checkpoints between them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from spmd_rl.checkpoint.checkpointer import Checkpointer, Outcome
+from spmd_rl.checkpoint.export import export_model
+from spmd_rl.checkpoint.identity import run_identity
+from spmd_rl.checkpoint.load import load_checkpoint
+from spmd_rl.checkpoint.resume import resolve_resume, step_of
+from spmd_rl.comm.bootstrap import bootstrap, describe, shutdown
+from spmd_rl.comm.digest import agree
+from spmd_rl.comm.liveness import Liveness
+from spmd_rl.comm.stop import StopFlag
+from spmd_rl.comm.transport_torch import TorchTransport
+from spmd_rl.comm.world import World
+from spmd_rl.config.check import check_world, derived_sizes
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.load import to_yaml
+from spmd_rl.config.schema import Config
+from spmd_rl.data.batch import Batch
+from spmd_rl.data.exchange import Coordinator
+from spmd_rl.graph.graph import ResolvedGraph, load_graph, resolve
+from spmd_rl.graph.plan import make_plan
+from spmd_rl.graph.runner import Runner
+from spmd_rl.graph.stage import BuildContext, Context
+from spmd_rl.observe.metrics import Metrics
+from spmd_rl.observe.recorder import Recorder
+from spmd_rl.recipes.evaluate import RECORDED, evaluate, sample_records
+
+
+def run(config: Config) -> int:
+    """Run the whole job on this rank; the exit status."""
+    world = bootstrap(config.comm, config.run.threads)
+    with Liveness(world, config.comm) as watch:
+        with watch.stage("start", 0):
+            check_world(config, world.size)
+            graph = resolve(load_graph(config.run.graph)(config, world.size), world.size)
+        with ExitStack() as opened:
+            Job(config, world, graph, watch, opened).run()
+    shutdown(world)
+    return 0
+
+
+class Job:
+    """Everything that one rank holds during a run. Made and run collectively.
+
+    opened: closes the engines and the coordinator in the end, also after an error.
+    """
+
+    def __init__(
+        self, config: Config, world: World, graph: ResolvedGraph, watch: Liveness, opened: ExitStack
+    ) -> None:
+        self.config, self.world, self.watch, self.graph = config, world, watch, graph
+        self.folder = Path(config.run.folder)
+        self.plan = make_plan(graph)
+        self.stop = opened.enter_context(StopFlag())
+        with watch.stage("start", 0):
+            agree(world, "the configuration or the plan", to_yaml(config).encode() + self.plan.digest)
+            self.resumed = resolve_resume(self.folder, config.run.resume, run_identity(config), world.control)
+        self.done = step_of(self.resumed)
+        self.recorder = Recorder(
+            config.observe, world, self.folder, steps=config.train.steps, restored_step=self.done
+        )
+        opened.callback(self.recorder.spans.flush)
+        if world.rank == 0:
+            (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
+        self.recorder.start(f"spmd_rl: {config.run.name}", {"launch": describe(world), **derived_sizes(config, world.size)})
+        self.engines = self._build(opened)
+        self.checkpointer = Checkpointer(self.folder / "checkpoints", world, keep=config.checkpoint.keep)
+        edges = [(op.source, op.destination) for op in self.plan.exchanges()]
+        self.coordinator = Coordinator(world, TorchTransport(world, config.comm.timeout_s), edges)
+        opened.callback(self.coordinator.close)
+        self.runner = Runner(config, world, self.plan, self.engines, self.coordinator, self.stage)
+
+    def run(self) -> None:
+        """All steps that are left; then the final evaluation, checkpoint, export and report."""
+        config, steps = self.config, self.config.train.steps
+        if self.done >= steps:
+            self.recorder.say(
+                f"all {steps} steps are done; raise train.steps to go on, or give another run.folder to start anew"
+            )
+            return
+        if self.resumed:
+            self._restore(self.resumed)
+        elif config.eval.at_start:
+            self._evaluate()
+        first, stopped, evaluated = self.done, False, -1
+        while self.done < steps and not stopped and not self._exhausted():
+            self._step(self.done + 1)
+            if config.eval.every and self.done % config.eval.every == 0 and self.done < steps:
+                self._evaluate()
+                evaluated = self.done
+            stopped = self.stop.agreed(self.world)
+            if stopped or (config.checkpoint.every and self.done % config.checkpoint.every == 0):
+                self._save()
+        if stopped:
+            self._saved(self.checkpointer.wait())
+            self.recorder.say(f"stopped by {self.stop.reason or 'another rank'} after step {self.done}; start again to go on")
+        else:
+            if self.done == first:
+                raise UserError(f"no step was made: data.epochs={config.data.epochs} had ended by step {first}")
+            if config.eval.at_end and evaluated != self.done:
+                self._evaluate()
+            self._finish()
+        self.recorder.close()
+
+    @contextmanager
+    def stage(self, name: str, step: int) -> Iterator[None]:
+        """What this rank does now: for the failure detection, the timeline and `time/<name>`."""
+        with self.watch.stage(name, step), self.recorder.spans(name, step):
+            yield
+
+    def _build(self, opened: ExitStack) -> dict[str, Any]:
+        """The engines of this rank, in the order that the graph declares; every mesh is made by all ranks."""
+        engines: dict[str, Any] = {}
+        for spec in self.graph.engines:
+            placed = self.graph.engine_placements[spec.name]
+            with self.watch.stage(f"build {spec.name}", 0), self.recorder.spans(f"build_{spec.name}"):
+                mesh = self.world.mesh(placed.ranks, placed.axes)
+                if self.world.rank in placed.ranks:
+                    engines[spec.name] = spec.build(BuildContext(self.config, self.world, mesh, engines))
+                    if hasattr(engines[spec.name], "close"):
+                        opened.callback(engines[spec.name].close)
+        return engines
+
+    def _step(self, step: int) -> None:
+        with self.recorder.spans("step", step):
+            samples, metrics = self.runner.step(step, keep=RECORDED)
+        self.done = step
+        with self.watch.stage("record", step):
+            chosen = torch.tensor(self.recorder.choose(samples.ids), dtype=torch.int64)
+            records = sample_records(self._context("prompts"), samples.select(chosen)) if len(chosen) else []
+            self.recorder.step(step, metrics, records)
+
+    def _context(self, stage: str) -> Context:
+        """As a stage would see it; for what happens between steps."""
+        layout = self.graph.placements[stage].layout
+        slot, replica = divmod(layout.ranks.index(self.world.rank), layout.replicas)
+        return Context(self.config, self.world, self.engines, self.done, Metrics(), slot, layout.slots, replica)
+
+    def _evaluate(self) -> None:
+        if not self.config.data.eval:
+            return
+        with self.stage("evaluate", self.done):
+            results, records = evaluate(self._context("rollout"))
+            self.recorder.evaluation(self.done, results, records)
+
+    def _exhausted(self) -> bool:
+        return self.engines["loader"].exhausted
+
+    def _states(self) -> Mapping[str, Any]:
+        return {name: engine for name, engine in self.engines.items() if hasattr(engine, "state_dict")}
+
+    def _save(self) -> None:
+        with self.stage("checkpoint", self.done):
+            states = {name: engine.state_dict() for name, engine in self._states().items()}
+            self._saved(self.checkpointer.save(self.done, states, {"config": to_yaml(self.config)}))
+
+    def _saved(self, outcome: Outcome | None) -> None:
+        """Say how the save before ended; a failed one does not end the run, the checkpoints before it are intact."""
+        if outcome is not None and outcome.error:
+            self.recorder.say(f"warning: {outcome.error}")
+
+    def _restore(self, path: Path) -> None:
+        with self.stage("restore", self.done):
+            states = {name: engine.state_dict() for name, engine in self._states().items()}
+            load_checkpoint(path, states, self.world)
+            for name, engine in self._states().items():
+                engine.load_state_dict(states[name])
+            context = self._context("sync")
+            next(stage for stage in self.graph.order if stage.name == "sync").run(context, Batch.empty())
+        self.recorder.say(f"resumed from {path} after step {self.done}")
+
+    def _finish(self) -> None:
+        self._save()
+        outcome = self.checkpointer.wait()
+        self._saved(outcome)
+        if self.config.checkpoint.export:
+            with self.stage("export", self.done):
+                actor = self.engines["actor"]
+                export_model(Path(self.config.model.path), self.folder / "model", actor.named_weights(), self.world)
+        if outcome is not None and outcome.error:
+            raise RuntimeError(f"the final checkpoint was not written: {outcome.error}")
