@@ -143,7 +143,12 @@ def test_batch_statistics_are_those_of_all_ranks(name: str) -> None:
         ]
 
     contributions: list[Tensor] = []
-    run(lambda sums: contributions.append(sums) or sums)
+
+    def record(sums: Tensor) -> Tensor:
+        contributions.append(sums)
+        return sums
+
+    run(record)
     assert len(contributions) == 4  # also the rank without samples takes part
     summed = torch.stack(contributions).sum(0)
     assert torch.cat(run(lambda _: summed)).tolist() == pytest.approx(whole, rel=1e-6)

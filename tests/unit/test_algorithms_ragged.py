@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from spmd_rl.algorithms import ragged
 
@@ -47,7 +50,7 @@ def test_groups_may_lie_anywhere() -> None:
 
 
 @pytest.mark.parametrize("function", [ragged.segment_sum, ragged.segment_mean, ragged.segment_cumsum])
-def test_gradients_of_segments(function) -> None:  # type: ignore[no-untyped-def]
+def test_gradients_of_segments(function: Callable[[Tensor, Tensor], Tensor]) -> None:
     torch.manual_seed(0)
     values_R = torch.randn(6, dtype=torch.float64, requires_grad=True)
     cu = torch.tensor([0, 2, 2, 6])
