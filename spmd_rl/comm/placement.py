@@ -132,14 +132,14 @@ def parse_tasks_per_node(text: str) -> list[int]:
 def parse_nodelist(text: str) -> list[str]:
     """Slurm's host list `a,n[1-3,07]-x` → [a, n1-x, n2-x, n3-x, n07-x]. Raises UserError where it is malformed."""
     hosts: list[str] = []
+    if not re.fullmatch(r"(?:[^\[\]]|\[[^\[\]]+\])+", text):
+        raise UserError(f"SLURM_STEP_NODELIST={text!r} is not a list of hosts")
     for part in re.findall(r"(?:[^,\[\]]|\[[^\]]*\])+", text):
         names = [""]
         for literal, group in re.findall(r"([^\[\]]+)|\[([^\]]*)\]", part):
             endings = [literal] if literal else _expand_range(group, text)
             names = [name + ending for name in names for ending in endings]
         hosts += names
-    if not hosts or any(not host for host in hosts):
-        raise UserError(f"SLURM_STEP_NODELIST={text!r} names no host")
     return hosts
 
 
