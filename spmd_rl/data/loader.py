@@ -37,9 +37,9 @@ class Position(NamedTuple):
 
 
 class Prompt(NamedTuple):
-    """index: within the epoch, see `Order`; tokens: ids; row: UTF-8 JSON."""
+    """number: within the epoch, see `Order`; tokens: ids; row: UTF-8 JSON."""
 
-    index: int
+    number: int
     tokens: list[int]
     row: bytes
 
@@ -177,7 +177,7 @@ class PromptLoader:
         read = self._read(self._rows, prompts)
         # Updates take turns within each slot, so that every one of them finds work on every rank.
         turn = {prompt: place % train.updates_per_step for prompt, place in zip(prompts, places, strict=True)}
-        turns = [turn[prompt.index] for prompt in read for _ in range(train.samples_per_prompt)]
+        turns = [turn[prompt.number] for prompt in read for _ in range(train.samples_per_prompt)]
         batch = _assemble(epoch, read, train.samples_per_prompt)
         return batch.with_columns({"turn": Column.scalars(torch.tensor(turns, dtype=torch.int32))})
 
@@ -204,7 +204,7 @@ class PromptLoader:
 def _assemble(epoch: int, read: list[Prompt], samples: int) -> Batch:
     """Each prompt `samples` times, one after the other."""
     repeated = [(prompt, sample) for prompt in read for sample in range(samples)]
-    ids = [(epoch, prompt.index, sample) for prompt, sample in repeated]
+    ids = [(epoch, prompt.number, sample) for prompt, sample in repeated]
     tokens = [torch.tensor(prompt.tokens, dtype=torch.int32) for prompt, _ in repeated]
     return Batch(
         torch.tensor(ids, dtype=torch.int64).reshape(-1, 3),

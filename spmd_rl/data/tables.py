@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,9 @@ def first_line(error: BaseException) -> str:
 def _open_folder(path: Path) -> Any:
     import datasets
 
+    state = path / "state.json"
+    if state.is_file() and not json.loads(state.read_text()).get("_data_files", True):
+        raise UserError(f"{path}: the data set is empty")  # datasets itself can't load one without rows
     try:
         data = datasets.load_from_disk(str(path))
     except Exception as error:
