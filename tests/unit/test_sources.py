@@ -166,7 +166,7 @@ def test_several_sources_are_one_sequence(tmp_path):
         for name, n in (("a", 3), ("b", 1), ("c", 2))
     ]
     sources = Sources.open(configs, "data.train")
-    rows = [(lambda part, i: part.row(i))(*sources.locate(k)) for k in range(len(sources))]
+    rows = [part.row(i) for part, i in map(sources.locate, range(len(sources)))]
     assert [r["prompt"] for r in rows] == ["a0", "a1", "a2", "b0", "c0", "c1"]
     assert [r["source"] for r in rows] == ["a", "a", "a", "b", "c", "c"]
     for outside in (-1, 6):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from types import SimpleNamespace
+from typing import Any
 
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config, DataConfig, SourceConfig, TrainConfig
@@ -23,20 +25,30 @@ def make_loader(world, path, curriculum=""):
     )
 
 
-def load(world, path, curriculum=""):
+def load(world: Any, path: str, curriculum: str = "") -> dict[str, Any]:
     """Prompt indices of this rank's slot in the first epoch and the next; or the error."""
-    read: list[int] = []
+    read: set[int] = set()
     try:
         loader = make_loader(world, path, curriculum)
     except UserError as error:
         return {"error": str(error)}
     tokenise = loader._read
-    loader._read = lambda rows, prompts: read.extend(prompts) or tokenise(rows, prompts)  # type: ignore[method-assign]
+
+    def watched(rows, prompts):
+        read.update(prompts)
+        return tokenise(rows, prompts)
+
+    loader._read = watched
     steps = []
     while loader.position.epoch < 2:
         steps.append([i[1] for i in loader.batch(world.rank, world.size).ids.tolist()])
     loader.close()
-    return {"steps": steps, "read": sorted(set(read)), "epoch_length": loader.epoch_length}
+    return {"steps": steps, "read": sorted(read), "epoch_length": loader.epoch_length}
+
+
+def joined(ranks: Sequence[dict[str, Any]]) -> list[list[int]]:
+    """Each step's prompts over all ranks."""
+    return [sum(parts, []) for parts in zip(*(r["steps"] for r in ranks), strict=True)]
 
 
 def load_all(world, plain, broken):
@@ -56,13 +68,13 @@ def test_ranks_agree_though_each_checks_a_share(tmp_path):
     shuffled, curriculum, refused = zip(*result.ranks, strict=True)
 
     assert [r["epoch_length"] for r in shuffled] == [25] * 3
-    steps = [sum(parts, []) for parts in zip(*(r["steps"] for r in shuffled), strict=True)]
+    steps = joined(shuffled)
     assert steps == alone["steps"] and [len(s) for s in steps] == [5] * 10
     assert sorted(sum(steps[:5], [])) == sorted(sum(steps[5:], [])) == usable
     for rank in shuffled:  # nobody else's rows are read, but for the step made ahead
         assert len(set(rank["read"]) - set(sum(rank["steps"], []))) <= 2
 
-    steps = [sum(parts, []) for parts in zip(*(r["steps"] for r in curriculum), strict=True)]
+    steps = joined(curriculum)
     assert sum(steps[:5], []) == usable[::-1]
 
     assert {r["error"] for r in refused} == {f"{broken}:31: broken JSON (Expecting value, column 12)"}
