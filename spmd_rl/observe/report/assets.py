@@ -31,7 +31,7 @@ button { font: inherit; font-size: 13px; color: var(--soft); background: var(--c
 button:hover { color: var(--ink); }
 .card { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 14px 16px; min-width: 0; }
 .cards { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(190px, 1fr)); }
-.cards b { display: block; font-size: 24px; font-weight: 650; letter-spacing: -0.02em;
+.cards b { display: block; font-size: 22px; white-space: nowrap; font-weight: 650; letter-spacing: -0.02em;
   font-variant-numeric: tabular-nums; }
 .cards .from { color: var(--soft); font-weight: 400; }
 .grid2 { display: grid; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 420px), 1fr)); }

@@ -104,26 +104,24 @@ def line_chart(series: Sequence[Series], title: str, from_zero: bool = False) ->
 
 def _draw(s: Series, frame: Frame, ink: str, place: float) -> str:
     """place: of this series among all, from the middle; whiskers stand side by side, not one upon the other."""
-    xs = [frame.x(step) for step in s.curve.steps]
+    shift = 5 * place if s.whiskers else 0.0
+    xs = [round(frame.x(step) + shift, 1) for step in s.curve.steps]
     parts = []
     if s.curve.width > 1:
         outline = [*zip(xs, s.curve.high, strict=True), *reversed([*zip(xs, s.curve.low, strict=True)])]
         path = " ".join(f"{x},{frame.y(v)}" for x, v in outline)
         parts.append(f'<polygon class="band" points="{path}" fill="{ink}"/>')
     if s.whiskers:
-        for step, low, high in zip(s.whiskers[0].steps, s.whiskers[0].mean, s.whiskers[1].mean, strict=True):
-            x = round(frame.x(step) + 5 * place, 1)
-            parts.append(
-                f'<line class="whisker" x1="{x}" x2="{x}" y1="{frame.y(low)}" y2="{frame.y(high)}" stroke="{ink}"/>'
-            )
+        for x, low, high in zip(xs, s.whiskers[0].mean, s.whiskers[1].mean, strict=True):
+            ends = f'x1="{x}" x2="{x}" y1="{frame.y(low)}" y2="{frame.y(high)}"'
+            parts.append(f'<line class="whisker" {ends} stroke="{ink}"/>')
     smooth = smoothed(s.curve.mean) if len(xs) >= _SMOOTH_FROM and not s.points else None
     if smooth:
         parts.append(_polyline(xs, s.curve.mean, frame, ink, "raw"))
     parts.append(_polyline(xs, smooth or s.curve.mean, frame, ink, "line"))
     if s.points or len(xs) == 1:
-        shift = 5 * place if s.whiskers else 0.0
         for x, value in zip(xs, s.curve.mean, strict=True):
-            parts.append(f'<circle cx="{round(x + shift, 1)}" cy="{frame.y(value)}" r="3.5" fill="{ink}"/>')
+            parts.append(f'<circle cx="{x}" cy="{frame.y(value)}" r="3.5" fill="{ink}"/>')
     return "".join(parts)
 
 
@@ -153,7 +151,7 @@ def _hover_series(s: Series, frame: Frame, ink: str) -> dict[str, Any]:
         if s.whiskers:
             low, high = s.whiskers[0].mean[i], s.whiskers[1].mean[i]
         if low < high:
-            text += f" ({number(low)} – {number(high)})"
+            text += f" ({number(low, 3)} – {number(high, 3)})"
         by_step[step] = [text, frame.y(mean)]
     return {"n": s.label, "c": ink, "by_step": by_step}
 

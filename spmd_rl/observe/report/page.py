@@ -83,7 +83,7 @@ def _cards(run: RunData) -> str:
     reward = run.curves.get("reward/mean")
     if drawable(reward) and reward:
         cards.append(_card("reward, first → last step", reward.mean[0], reward.mean[-1], reward.count))
-    for label, name in (("samples per second", "samples"), ("generated tokens per second", "tokens/generated")):
+    for label, name in (("samples/s", "samples"), ("generated tokens/s", "tokens/generated")):
         if (rate := run.rate(name)) is not None:
             cards.append(f'<div class="card"><span class="soft">{label}</span><b>{number(rate, 3)}</b></div>')
     memory = run.curves.get("memory/peak_gib")
@@ -250,6 +250,7 @@ def _answer(record: SampleRecord) -> str:
 def _all_metrics(run: RunData) -> str:
     """Every metric that has no place above, known or not, by the first part of its name."""
     above = {name for _, _, names, _ in KEY_CHARTS for name in names}
+    above |= {f"eval/{name}/pass@{k}" for name in run.eval_sets() for k in _ks(run, name)[:1]}
     groups: dict[str, list[str]] = {}
     for name, curve in sorted(run.curves.items()):
         bound = name.endswith(("_low", "_high")) and name.rsplit("_", 1)[0] in run.curves
