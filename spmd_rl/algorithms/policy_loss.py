@@ -107,9 +107,10 @@ class PolicyLoss:
 
     def _tokens(self, terms: LossTerms) -> _Tokens:
         mask_R = terms.mask_R
+        dtype = torch.promote_types(terms.logprob_R.dtype, torch.float32)
 
         def column(name: str) -> Tensor | None:
-            return terms.batch[name].values.to(mask_R.device, torch.float32) if name in terms.batch else None
+            return terms.batch[name].values.to(mask_R.device, dtype) if name in terms.batch else None
 
         old, advantage = column("old_logprob"), column("advantage")
         ref, rollout = column("ref_logprob"), column("rollout_logprob")
@@ -125,7 +126,7 @@ class PolicyLoss:
             return None if values_R is None else zero_where_masked(values_R, mask_R)
 
         # Masked tokens are set to 0 *before* any arithmetic: a NaN there would come back through the gradient.
-        logprob_R = zero_where_masked(terms.logprob_R, mask_R)
+        logprob_R = zero_where_masked(terms.logprob_R, mask_R).to(dtype)
         old_R = masked(old)
         return _Tokens(
             logprob_R,
