@@ -140,6 +140,8 @@ def parse_nodelist(text: str) -> list[str]:
             endings = [literal] if literal else _expand_range(group, text)
             names = [name + ending for name in names for ending in endings]
         hosts += names
+    if not hosts:
+        raise UserError(f"SLURM_STEP_NODELIST={text!r} names no host")
     return hosts
 
 

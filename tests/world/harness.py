@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[2]
+TWO_MACHINES = [str(Path(__file__).with_name("two_machines.sh"))]  # a launcher of four ranks; see there
 RUNNER = Path(__file__).with_name("runner.py")
 MARK = "SPMD_TEST_WORLD"  # in the environment of every process of a world: how strays are found
 
@@ -60,7 +61,7 @@ class WorldResult:
 def run_world(
     target: str | Path | Callable[..., Any],
     ranks: int = 2,
-    launcher: str = "torchrun",
+    launcher: str | Sequence[str] = "torchrun",
     timeout_s: float = 60.0,
     args: Mapping[str, Any] | Sequence[str] = (),
     env: Mapping[str, str] | None = None,
@@ -71,7 +72,8 @@ def run_world(
     target: a module-level function or "module:function", called as `function(world, **args)` with a bootstrapped
     `World` and returning something that JSON can carry; or the path of a script, run as `__main__` with the
     command line `args` (nothing is bootstrapped for it, `ranks` of the result stays None).
-    launcher: torchrun | mpirun | single; options: further arguments of the launcher. `env` is added to the
+    launcher: torchrun | mpirun | single, or a command that starts the ranks and to which the interpreter and the
+    runner's arguments are appended (["srun", "-n4"]); options: further arguments of the launcher. `env` is added to the
     environment (OMP_NUM_THREADS=1). Never raises for a failing world: see `WorldResult.check`.
     """
     mark = secrets.token_hex(8)
@@ -114,7 +116,7 @@ def run_world(
         )
 
 
-def launch_command(launcher: str, ranks: int, options: Sequence[str] = ()) -> list[str]:
+def launch_command(launcher: str | Sequence[str], ranks: int, options: Sequence[str] = ()) -> list[str]:
     """The command line, up to and including the interpreter, that starts `ranks` copies of a script on this machine."""
     if launcher == "single":
         if ranks != 1:
@@ -130,7 +132,9 @@ def launch_command(launcher: str, ranks: int, options: Sequence[str] = ()) -> li
         version = subprocess.run([mpirun, "--version"], capture_output=True, text=True).stdout
         flags = ["--allow-run-as-root", "--oversubscribe", "--bind-to", "none"] if "Open MPI" in version else []
         return [mpirun, *flags, *options, "-n", str(ranks), sys.executable]
-    raise ValueError(f"launcher {launcher!r}: torchrun, mpirun or single")
+    if isinstance(launcher, str):
+        raise ValueError(f"launcher {launcher!r}: torchrun, mpirun, single or a command")
+    return [*launcher, *options, sys.executable]
 
 
 def find_mpirun() -> str | None:
@@ -138,6 +142,17 @@ def find_mpirun() -> str | None:
     beside = str(Path(sys.executable).parent)
     found = (shutil.which(name, path=where) for where in (beside, None) for name in ("mpirun", "mpiexec"))
     return next(filter(None, found), None)
+
+
+def can_make_machines() -> bool:
+    """Whether TWO_MACHINES works here: it needs root, ip, and a kernel that gives network namespaces."""
+    if os.geteuid() != 0 or shutil.which("ip") is None:
+        return False
+    name = f"spmd-try-{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", name], capture_output=True).returncode == 0
+    if made:
+        subprocess.run(["ip", "netns", "del", name], check=True)
+    return made
 
 
 def marked_pids(mark: str) -> list[int]:
