@@ -129,8 +129,7 @@ class Checkpointer:
         rank = self._world.rank
 
         def write() -> dict[str, tuple[int, int]]:
-            writer = dcp.FileSystemWriter(temporary, sync_files=True)
-            dcp.save(staged, storage_writer=writer, process_group=self._group)
+            dcp.save(staged, storage_writer=_Writer(temporary, sync_files=True), process_group=self._group)
             mine = [*temporary.glob(f"__{rank}_*"), *([temporary / ".metadata", temporary / META] if rank == 0 else [])]
             return {file.name: fingerprint(file) for file in mine}
 
@@ -169,21 +168,38 @@ class Checkpointer:
         return values
 
 
+class _Writer(dcp.FileSystemWriter):
+    """Lets the operating system's error through (a full disk), which torch's zip writer follows by one of its own;
+    the failure is pickled on its way to the other ranks, and there the first one would be lost."""
+
+    def write_data(self, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super().write_data(*args, **kwargs)
+        except Exception as error:
+            raise _root(error) from None
+
+
 def _attempt(action: Callable[[], T], rank: int) -> tuple[T | None, str | None]:
     """(result, None), or (None, why it failed): so that all ranks can go on to say so to each other."""
     try:
         return action(), None
-    except Exception as error:
+    except (Exception, CheckpointException) as error:  # the latter is no Exception
         return None, _reason(error, rank)
 
 
+def _root(error: BaseException) -> BaseException:
+    """The operating system's error behind another one, or the error itself."""
+    cause: BaseException | None = error
+    while cause is not None and not (isinstance(cause, OSError) and cause.strerror):
+        cause = cause.__cause__ or cause.__context__
+    return cause or error
+
+
 def _reason(error: BaseException, rank: int) -> str:
-    """One line: which rank, and the operating system's own words where it has any."""
+    """One line: which rank, and why."""
     if isinstance(error, CheckpointException):  # raised on every rank for the failures of some
         rank, (error, _) = next(iter(error.failures.items()))
-    cause: BaseException | None = error
-    while cause is not None:
-        if isinstance(cause, OSError) and cause.strerror:
-            return f"rank {rank}: {cause.strerror}" + (f" ({cause.filename})" if cause.filename else "")
-        cause = cause.__cause__ or cause.__context__
+    error = _root(error)
+    if isinstance(error, OSError) and error.strerror:
+        return f"rank {rank}: {error.strerror}" + (f" ({error.filename})" if error.filename else "")
     return f"rank {rank}: {type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}"

@@ -111,8 +111,8 @@ class _Writer:
             self._part(index).rename(self.temporary / name)
         if len(names) > 1:
             weight_map = {weight: name for name, held in zip(names, self.shards, strict=True) for weight in held}
-            index = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
-            write_durably(self.temporary / INDEX, json.dumps(index, indent=2) + "\n")
+            content = {"metadata": {"total_size": self.total}, "weight_map": dict(sorted(weight_map.items()))}
+            write_durably(self.temporary / INDEX, json.dumps(content, indent=2) + "\n")
         config = {key: value for key, value in self.config.items() if key != "torch_dtype"}
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         write_durably(self.temporary / "config.json", json.dumps(config, indent=2) + "\n")

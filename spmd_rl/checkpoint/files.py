@@ -12,6 +12,7 @@ name is for people.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -144,7 +145,8 @@ def latest_valid(folder: Path) -> Path | None:
 
 def remove(folder: Path) -> None:
     """Delete a checkpoint, its marker first: what a kill leaves half deleted is no checkpoint."""
-    (folder / MARKER).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        (folder / MARKER).unlink()
     shutil.rmtree(folder, ignore_errors=True)
 
 
