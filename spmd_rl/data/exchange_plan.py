@@ -170,7 +170,7 @@ def segments(source_KC: Int64, begin_KC: Int64, place_KC: Int64, size_KC: Int64)
     ends = size[:-1]
     joins = (source[1:] == source[:-1]) & (begin[1:] == begin[:-1] + ends) & (place[1:] == place[:-1] + ends)
     first = np.concatenate([[0], np.flatnonzero(~joins) + 1])
-    joined = table[:, first]
+    joined = np.ascontiguousarray(table[:, first])
     joined[3] = np.add.reduceat(size, first)
     return torch.from_numpy(joined)
 

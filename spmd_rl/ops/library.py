@@ -7,8 +7,9 @@ import logging
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-NAMESPACE = "spmd_rl"
+BUILD = "pip install --no-build-isolation -e ."
 log = logging.getLogger(__name__)
 
 
@@ -16,22 +17,41 @@ log = logging.getLogger(__name__)
 def built() -> bool:
     """Whether `torch.ops.spmd_rl.*` are there; loads them at the first call.
 
-    Results are the same without them, only slower: one warning per process says how to build them. Raises
+    Without them results are the same, only slower: one warning per process says how to build them. Raises
     RuntimeError where a library is there but does not load (made for another torch).
     """
-    folder = Path(__file__).parent
-    libraries = sorted(folder.glob("_kernels*.so"))
+    libraries = sorted(Path(__file__).parent.glob("_kernels*.so"))
     if not libraries:
-        log.warning(
-            "kernels are not built: the (slower) torch reference serves; build them with "
-            "`pip install --no-build-isolation -e .`"
-        )
+        log.warning("kernels are not built: the (slower) torch reference serves; build them with `%s`", BUILD)
         return False
     try:
         torch.ops.load_library(str(libraries[0]))
     except OSError as error:
-        raise RuntimeError(
-            f"{libraries[0].name} does not load into torch {torch.__version__}; build it again with "
-            f"`pip install --no-build-isolation -e .` ({error})"
-        ) from None
+        problem = f"{libraries[0].name} does not load into torch {torch.__version__} ({error})"
+        raise RuntimeError(f"{problem}; build it again: {BUILD}") from None
+    _register_shapes()
     return True
+
+
+def stream_handle(tensor: Tensor) -> int:
+    """The CUDA stream that an operator on `tensor` must use; 0 on the CPU.
+
+    Passed as a number, because the stable ABI of the oldest supported torch has no way to ask for it.
+    """
+    return torch.cuda.current_stream(tensor.device).cuda_stream if tensor.is_cuda else 0
+
+
+def _register_shapes() -> None:
+    """What the operators return, for tracing without data."""
+
+    @torch.library.register_fake("spmd_rl::copy_segments")
+    def _(sources: list[Tensor], target: Tensor, segments: Tensor, stream: int = 0) -> None:
+        return None
+
+    @torch.library.register_fake("spmd_rl::copy_slices")
+    def _(sources: list[Tensor], targets: list[Tensor], slices: Tensor, stream: int = 0) -> None:
+        return None
+
+    @torch.library.register_fake("spmd_rl::partition")
+    def _(costs: Tensor, slots: int, equal_counts: bool) -> Tensor:
+        return torch.empty_like(costs, dtype=torch.int64)

@@ -28,11 +28,12 @@ def partition_reference(costs_N: NDArray[np.float64], slots: int, equal_counts: 
     slot_N = np.zeros(len(costs_N), dtype=np.int64)
     order = np.argsort(-costs_N, kind="stable")
     least, extra = divmod(len(costs_N), slots)
-    loads, members = [0.0] * slots, [[] for _ in range(slots)]  # type: list[float], list[list[int]]
+    loads = [0.0] * slots
+    members: list[list[int]] = [[] for _ in range(slots)]
     heap = [(0.0, 0, slot) for slot in range(slots)]
     for item in order.tolist():
         load, count, slot = heapq.heappop(heap)
-        while equal_counts and count == least and extra == 0:
+        while equal_counts and count >= least + (extra > 0):  # the slot is full
             load, count, slot = heapq.heappop(heap)
         if count == least:
             extra -= 1
@@ -48,7 +49,10 @@ def partition_reference(costs_N: NDArray[np.float64], slots: int, equal_counts: 
 def _exchange_pairs(costs: list[float], loads: list[float], members: list[list[int]], equal_counts: bool) -> None:
     """Between the most and the least loaded slot, move one item or swap two, so as to halve their difference."""
     slots = len(loads)
-    mean = sum(loads) / slots
+    total = 0.0
+    for load in loads:  # not `sum`, which newer Pythons round differently
+        total += load
+    mean = total / slots
     for _ in range(2 * slots):
         high = max(range(slots), key=lambda s: (loads[s], -s))
         low = min(range(slots), key=lambda s: (loads[s], s))

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from spmd_rl.ops.library import built
+from spmd_rl.ops.library import built, stream_handle
 
 
 def as_bytes(values: Tensor) -> Tensor:
@@ -25,21 +25,22 @@ def copy_segments(sources: Sequence[Tensor], target: Tensor, segments_4K: Tensor
     Raises RuntimeError where a range lies outside its tensor.
     """
     if built():
-        torch.ops.spmd_rl.copy_segments(list(sources), target, segments_4K)
+        torch.ops.spmd_rl.copy_segments(list(sources), target, segments_4K, stream_handle(target))
     else:
         copy_segments_reference(sources, target, segments_4K)
 
 
 def copy_segments_reference(sources: Sequence[Tensor], target: Tensor, segments_4K: Tensor) -> None:
     """One indexed copy per source, in the widest unit that divides all its offsets and sizes."""
+    if segments_4K.numel() and not 0 <= int(segments_4K[0].min()) <= int(segments_4K[0].max()) < len(sources):
+        raise RuntimeError(f"a segment names a source that is not among {len(sources)}")
     for number, source in enumerate(sources):
         _, begin, place, size = segments_4K[:, segments_4K[0] == number]
         if begin.numel() == 0:
             continue
-        if int(begin.min()) < 0 or int((begin + size).max()) > source.numel():
-            raise RuntimeError(f"a range lies outside source {number}")
-        if int(place.min()) < 0 or int((place + size).max()) > target.numel():
-            raise RuntimeError("a range lies outside the target")
+        for offset, tensor, name in ((begin, source, f"source {number}"), (place, target, "the target")):
+            if int(size.min()) < 0 or int(offset.min()) < 0 or bool((offset > tensor.numel() - size).any()):
+                raise RuntimeError(f"a range lies outside {name}")
         unit = _unit(begin, place, size, source, target)
         begin, place, size = begin // unit, place // unit, size // unit
         within = torch.arange(int(size.sum())) - torch.repeat_interleave(size.cumsum(0) - size, size)

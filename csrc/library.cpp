@@ -1,0 +1,9 @@
+// The operators that torch.ops.spmd_rl offers; stream: the CUDA stream's handle, 0 on the CPU.
+
+#include <torch/csrc/stable/library.h>
+
+STABLE_TORCH_LIBRARY(spmd_rl, library) {
+  library.def("copy_segments(Tensor[] sources, Tensor(a!) target, Tensor segments, int stream=0) -> ()");
+  library.def("copy_slices(Tensor[] sources, Tensor(a!)[] targets, Tensor slices, int stream=0) -> ()");
+  library.def("partition(Tensor costs, int slots, bool equal_counts) -> Tensor");
+}
