@@ -122,8 +122,11 @@ class Liveness:
     def fail(self, error: BaseException) -> None:
         """Tell all ranks that this one fails, unless the error only follows from another rank's end.
 
-        Then this does not return: the process ends with the other rank's alarm.
+        Then this does not return: the process ends with the other rank's alarm. Leaving the block calls it; call it
+        earlier where closing things on the way out may take time. The process has to end within 10 s after it.
         """
+        if self._failed_at < math.inf:
+            return
         if isinstance(error, RuntimeError) and not isinstance(error, UserError):
             self._await_alarm(_BLAME_S)  # a broken collective: who broke it is known in a moment
         now, me = self._now(), self._world.rank
