@@ -63,6 +63,7 @@ class Checkpointer:
         self._timeout_s = timeout_s or world.timeout_s
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=self._timeout_s))
         self._pending: Future[Outcome] | None = None
+        self._committed: int | None = None  # the step that this object committed last
         cuda = world.device.type == "cuda"
         self._staging = StagingOptions(
             use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
@@ -73,8 +74,11 @@ class Checkpointer:
 
         states: name → state dict of tensors, DTensors and picklable values (`rng` is added here); meta: anything that
         JSON can carry, the same on all ranks. Waits for the save before, if it still runs, and returns its outcome.
+        Where that was of this very step and succeeded, there is nothing more to save.
         """
         before = self.wait()
+        if self._committed == step:
+            return before
         begin = time.monotonic()
         rank = self._world.rank
         everything = {**states, RNG: {f"rank_{rank}": capture_rng(self._world.device)}}
@@ -106,6 +110,8 @@ class Checkpointer:
         # Each wait inside is bounded by the group's deadline; there are about ten of them.
         outcome = self._pending.result(timeout=10 * self._timeout_s)
         self._pending = None
+        if outcome.error is None:
+            self._committed = outcome.step
         return outcome
 
     def _open(self, step: int, meta: Mapping[str, Any], problem: str | None) -> Path | str:

@@ -29,8 +29,8 @@ class ExportError(RuntimeError):
 
 
 def export_model(
-    folder: Path,
     source: Path,
+    folder: Path,
     weights: Iterable[tuple[str, Tensor]],
     world: World,
     dtype: torch.dtype | None = None,
@@ -47,7 +47,7 @@ def export_model(
     writer: _Writer | None = None
     if world.rank == 0:
         try:
-            writer = _Writer(folder, source, dtype, shard_bytes)
+            writer = _Writer(source, folder, dtype, shard_bytes)
         except (OSError, ValueError) as error:
             problem = str(error)
     for name, tensor in weights:
@@ -74,7 +74,9 @@ def export_model(
 class _Writer:
     """Collects weights into shards in a temporary folder beside the target."""
 
-    def __init__(self, folder: Path, source: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+    def __init__(self, source: Path, folder: Path, dtype: torch.dtype | None, shard_bytes: int) -> None:
+        if folder.resolve() == source.resolve():
+            raise ValueError("the source model is not overwritten; give another folder")
         self.folder = folder
         self.temporary = folder.with_name(f".{folder.name}.tmp-{secrets.token_hex(4)}")
         self.config: dict[str, Any] = json.loads((source / "config.json").read_text(encoding="utf-8"))

@@ -1,0 +1,101 @@
+"""Where a run starts and whose folder it may use."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+from spmd_rl.checkpoint.files import Commit, write_commit
+from spmd_rl.checkpoint.identity import run_identity
+from spmd_rl.checkpoint.resume import resolve_resume, step_of
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.schema import Config, OptimizerConfig, SourceConfig
+
+IDENTITY: dict[str, Any] = {"train.prompts_per_step": 8, "model.path": "m", "data.train[0].params.min": 1}
+
+
+@pytest.fixture
+def group() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def checkpoint(folder: Path, step: int, order: int) -> Path:
+    path = folder / f"step_{step:06d}"
+    path.mkdir(parents=True)
+    write_commit(path, Commit(step, order, 1, {}))
+    return path
+
+
+def test_auto_starts_goes_on_and_refuses(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    run = tmp_path / "runs" / "a"
+    assert resolve_resume(run, "auto", IDENTITY, group) is None  # new folder
+    assert json.loads((run / "run.json").read_text())["settings"] == IDENTITY
+    assert resolve_resume(run, "auto", IDENTITY, group) is None  # ended before its first checkpoint
+    checkpoint(run / "checkpoints", 10, 1)
+    latest = checkpoint(run / "checkpoints", 20, 2)
+    (checkpoint(run / "checkpoints", 30, 3) / "COMMITTED").unlink()
+    assert resolve_resume(run, "auto", IDENTITY, group) == latest
+    assert step_of(latest) == 20 and step_of(None) == 0
+    with pytest.raises(UserError, match=r"runs/a belongs to another run: train.prompts_per_step is 8 there and 16"):
+        resolve_resume(run, "auto", IDENTITY | {"train.prompts_per_step": 16}, group)
+    assert latest.exists()
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(UserError, match=r"is no folder of a run \(run.json is missing, it holds thesis.tex\)"):
+        resolve_resume(tmp_path, "auto", IDENTITY, group)
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_none_wants_a_new_folder(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    run = tmp_path / "a"
+    assert resolve_resume(run, "none", IDENTITY, group) is None
+    with pytest.raises(UserError, match=r"run.resume=none wants a new folder, but .*a holds run.json: give anoth"):
+        resolve_resume(run, "none", IDENTITY, group)
+    assert (run / "run.json").exists()
+
+
+def test_path_takes_any_runs_checkpoint_but_not_its_folder(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    resolve_resume(tmp_path / "a", "auto", IDENTITY, group)
+    made = checkpoint(tmp_path / "a" / "checkpoints", 10, 1)
+    checkpoint(tmp_path / "a" / "checkpoints", 20, 2)
+    other = IDENTITY | {"train.prompts_per_step": 16}
+    assert resolve_resume(tmp_path / "b", str(made), other, group) == made
+    assert resolve_resume(tmp_path / "a", str(made), IDENTITY, group) == made  # back to an older one
+    with pytest.raises(UserError, match="belongs to another run"):
+        resolve_resume(tmp_path / "a", str(made), other, group)
+    with pytest.raises(UserError, match=r"no such checkpoint folder; auto, none or a checkpoint's path is wanted"):
+        resolve_resume(tmp_path / "c", "latest", IDENTITY, group)
+    with pytest.raises(UserError, match=r"is no whole checkpoint: .*did you mean .*a/checkpoints/step_000020"):
+        resolve_resume(tmp_path / "c", str(tmp_path / "a"), IDENTITY, group)
+    assert not (tmp_path / "c").exists()
+
+
+def test_identity_is_what_the_run_learns_from() -> None:
+    def identity(**sections: Any) -> dict[str, Any]:
+        config = Config()
+        changed = {name: dataclasses.replace(getattr(config, name), **keys) for name, keys in sections.items()}
+        return run_identity(dataclasses.replace(config, **changed))
+
+    base = identity()
+    json.dumps(base)
+    assert identity(run={"folder": "elsewhere", "threads": 3}) == base
+    assert identity(rollout={"kv_cache_gib": 9.0}, train={"tokens_per_microbatch": 1}) == base
+    assert identity(checkpoint={"every": 7}, eval={"every": 3}, observe={"nvtx": True}) == base
+    assert identity(run={"seed": 1}) != base
+    assert identity(rollout={"temperature": 0.5}) != base
+    assert identity(data={"train": [SourceConfig(name="a", path="x", params={"k": 1})]})["data.train[0].params.k"] == 1
+    # A longer run is the same run, unless the learning rate's course depends on the length.
+    assert identity(train={"steps": 5}) == base
+    cosine = OptimizerConfig(schedule="cosine")
+    assert identity(train={"steps": 5, "optimizer": cosine}) != identity(train={"steps": 6, "optimizer": cosine})
