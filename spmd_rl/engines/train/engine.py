@@ -1,0 +1,233 @@
+"""The train engine: packed forward and backward passes, optimizer steps, weights and state of one sharded model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from spmd_rl.comm.world import World
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.schema import Config
+from spmd_rl.data.batch import Batch, Column
+from spmd_rl.engines.protocol import LossFunction, LossTerms
+from spmd_rl.engines.train.attention import PackedBlocks
+from spmd_rl.engines.train.fsdp import accumulating, drop_gathered, recompute_layers, shard
+from spmd_rl.engines.train.microbatch import plan_microbatches
+from spmd_rl.engines.train.model import PolicyModel, load_model
+from spmd_rl.engines.train.optimizer import build_optimizer
+from spmd_rl.engines.train.packing import Packed, pack, prefix_groups
+from spmd_rl.observe.metrics import Metrics
+
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
+
+
+class TrainEngine:
+    """A causal language model sharded over `mesh` (one axis, `dp`). See `engines.protocol.TrainEngine`.
+
+    trainable: false for a model that is only evaluated (a reference): no gradients, no optimizer, weights stored in
+    the compute dtype. total_steps: optimizer steps of the whole run, for the learning-rate schedule.
+    Raises UserError for a model folder that cannot be used. Every method is collective over the mesh.
+    """
+
+    def __init__(
+        self, config: Config, world: World, mesh: DeviceMesh, total_steps: int, trainable: bool = True
+    ) -> None:
+        self.version = 0
+        self._config, self._device, self._trainable = config, world.device, trainable
+        if mesh.ndim != 1:
+            raise UserError(f"the trainer shards over one mesh axis (dp), not over {mesh.mesh_dim_names}")
+        self._group = mesh.get_group()
+        self._keep = config.train.shard == "keep"
+        compute = _dtype("model.compute_dtype", config.model.compute_dtype)
+        self._rollout_dtype = _dtype("rollout.dtype", config.rollout.dtype)
+        model = load_model(config.model.path, torch.float32 if trainable else compute, verify=trainable)
+        model.requires_grad_(trainable)
+        # Greedy sampling has no temperature to divide by; its policy is read at 1.
+        self._policy = PolicyModel(model, config.rollout.temperature or 1.0, config.model.logprob_chunk)
+        if config.model.activation_checkpointing and trainable:
+            recompute_layers(self._policy)
+        shard(self._policy, mesh, compute, self._keep)
+        self._model = model
+        if trainable:
+            optimizer = config.train.optimizer
+            self._optimizer, self._schedule = build_optimizer(model.parameters(), optimizer, total_steps)
+
+    @torch.no_grad()
+    def logprobs(self, batch: Batch, metrics: Metrics | None = None) -> Tensor:
+        """float32 [R] on the CPU, in batch order: log-probabilities of all response tokens, without gradient."""
+        del metrics
+        parts, count = self._microbatches(batch, _counts(0, 0))[:2]
+        rows: list[Tensor] = [torch.empty(0)] * len(batch)
+        for index_K in [*parts, *[torch.empty(0, dtype=torch.int64)] * (count - len(parts))]:
+            part = batch.select(index_K)
+            logprob_R, _ = self._forward(pack(part, self._config.model.prefix_sharing))
+            if len(part):
+                split = logprob_R.cpu().split(part["response"].lengths.tolist())
+                for sample, row in zip(index_K.tolist(), split, strict=True):
+                    rows[sample] = row
+        drop_gathered(self._policy)
+        return torch.cat(rows) if rows else torch.empty(0)
+
+    def update(self, batch: Batch, loss: LossFunction, metrics: Metrics) -> None:
+        """One optimizer step. `loss` sees every micro-batch of this rank; the sum over all ranks is minimised.
+
+        Adds `loss/total`, `grad_norm`, `lr`, `tokens/trained`. Raises FloatingPointError where the gradient is not
+        finite; the weights are then as before.
+        """
+        if not self._trainable:
+            raise RuntimeError("this engine was made with trainable=False")
+        mask_R = _mask(batch)
+        parts, count, (tokens, sequences) = self._microbatches(batch, _counted(batch, mask_R))
+        batch = batch.with_columns({"loss_mask": Column(mask_R, batch["response"].lengths)}) if len(batch) else batch
+        normalizers = {"tokens": tokens, "sequences": sequences}
+        total = 0.0
+        for i in range(count):
+            part = batch.select(parts[i]) if i < len(parts) else Batch.empty()
+            with accumulating(self._policy, last=i == count - 1, keep=self._keep):
+                total += self._backward(part, loss, normalizers, metrics)
+        self._step(metrics)
+        ranks = dist.get_world_size(self._group)
+        metrics.mean("loss/total", total, 1.0 / ranks)  # sums over ranks, averages over the updates of a round
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor of the rollout dtype), one after the other; a tied weight once."""
+        with torch.no_grad():
+            for name, parameter in self._model.named_parameters():
+                yield name, _full(parameter.detach().to(self._rollout_dtype))
+
+    def state_dict(self) -> dict[str, Any]:
+        """For torch.distributed.checkpoint: sharded tensors that load on any number of ranks. Shares their memory.
+
+        Empty for a model that is not trained: it is what lies in its folder.
+        """
+        if not self._trainable:
+            return {}
+        return {
+            "model": get_model_state_dict(self._model),
+            "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
+            "schedule": self._schedule.state_dict(),
+            "version": self.version,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Takes what `state_dict` gave and a checkpoint filled."""
+        if not self._trainable:
+            return
+        set_model_state_dict(self._model, state["model"])
+        set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
+        self._schedule.load_state_dict(state["schedule"])
+        self.version = int(state["version"])
+
+    def _microbatches(self, batch: Batch, counts: Tensor) -> tuple[list[Tensor], int, tuple[float, float]]:
+        """This rank's micro-batches, how many every rank computes, and the sums of `counts` (float64 [2]) over ranks."""
+        parts: list[Tensor] = []
+        if len(batch):
+            lengths_S = batch["prompt"].lengths, batch["response"].lengths
+            groups_S = prefix_groups(batch, self._config.model.prefix_sharing)
+            parts = plan_microbatches(*lengths_S, groups_S, self._config.train.tokens_per_microbatch)
+        mine = torch.cat([torch.tensor([float(len(parts))], dtype=torch.float64), counts]).to(self._device)
+        everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
+        dist.all_gather(everyone, mine, group=self._group)
+        table = torch.stack(everyone).cpu()
+        tokens, sequences = table[:, 1:].sum(0).tolist()
+        return parts, max(int(table[:, 0].max()), 1), (tokens, sequences)
+
+    def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
+        return self._policy(packed, PackedBlocks(packed.blocks, self._device))
+
+    def _backward(self, part: Batch, loss: LossFunction, normalizers: dict[str, float], metrics: Metrics) -> float:
+        """Adds the micro-batch's gradients; its loss. An empty one is computed too: its ranks' peers wait for it."""
+        packed = pack(part, self._config.model.prefix_sharing)
+        metrics.sum("tokens/trained", packed.tokens)
+        logprob_R, entropy_R = self._forward(packed)
+        nothing = (logprob_R[:0].sum() + entropy_R[:0].sum()) if packed.tokens else logprob_R.sum()
+        value = nothing
+        if len(part):
+            moved = _to(part, self._device)
+            terms = LossTerms(
+                logprob_R=logprob_R,
+                entropy_R=entropy_R,
+                batch=moved,
+                cu_seqlens=part["response"].offsets.to(self._device),
+                mask_R=moved["loss_mask"].values,
+                normalizers=normalizers,
+            )
+            value = loss(terms, metrics) + nothing
+        value.backward()
+        return float(value.detach())
+
+    def _step(self, metrics: Metrics) -> None:
+        settings = self._config.train.optimizer
+        gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
+        norm = self._global_norm(gradients)
+        if not math.isfinite(norm):
+            self._optimizer.zero_grad()
+            raise FloatingPointError(
+                f"optimizer step {self.version + 1}: the gradient norm is {norm}; the weights were not changed"
+            )
+        if settings.grad_clip > 0 and norm > settings.grad_clip:
+            torch._foreach_mul_([_local(g) for g in gradients], settings.grad_clip / norm)
+        metrics.set("grad_norm", norm)
+        metrics.set("lr", self._schedule.get_last_lr()[0])
+        self._optimizer.step()
+        self._schedule.step()
+        self._optimizer.zero_grad()
+        self.version += 1
+
+    def _global_norm(self, gradients: Sequence[Tensor]) -> float:
+        """The 2-norm of all gradients over all ranks; each rank has its own slices, without overlap."""
+        norms = torch._foreach_norm([_local(g) for g in gradients])
+        squares = torch.stack(norms).double().square().sum().reshape(1)
+        dist.all_reduce(squares, group=self._group)
+        return math.sqrt(value) if (value := float(squares)) >= 0 else value
+
+
+def _dtype(key: str, name: str) -> torch.dtype:
+    if name not in DTYPES:
+        raise UserError(f"{key} must be one of {', '.join(DTYPES)}, not {name!r}")
+    return DTYPES[name]
+
+
+def _mask(batch: Batch) -> Tensor:
+    """float32 [R]: 1 where the token counts in the loss; all of them where the batch has no `loss_mask`."""
+    if "loss_mask" in batch:
+        return batch["loss_mask"].values.float()
+    return torch.ones(batch["response"].values.shape[0]) if len(batch) else torch.empty(0)
+
+
+def _counted(batch: Batch, mask_R: Tensor) -> Tensor:
+    """float64 [2]: counted tokens, and samples that have one."""
+    if not len(batch):
+        return _counts(0, 0)
+    per_sample = [float(row.sum()) for row in Column(mask_R, batch["response"].lengths).rows()]
+    return _counts(sum(per_sample), sum(count > 0 for count in per_sample))
+
+
+def _counts(tokens: float, sequences: float) -> Tensor:
+    return torch.tensor([tokens, sequences], dtype=torch.float64)
+
+
+def _to(batch: Batch, device: torch.device) -> Batch:
+    """Values on `device`; lengths and ids stay on the CPU."""
+    return Batch(batch.ids, {name: Column(c.values.to(device), c.lengths) for name, c in batch.columns.items()})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _full(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor

@@ -1,0 +1,68 @@
+"""Sharding of the model over the data-parallel ranks with FSDP2, set up so that gradients are sums over ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn as nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.utils.checkpoint import checkpoint
+
+from spmd_rl.engines.train.model import PolicyModel, decoder_layers
+
+
+def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype, keep: bool) -> None:
+    """Shards each decoder layer and the rest (embedding, final norm, head) over `mesh`, in place.
+
+    Each rank stores its slices in the dtype of the loaded weights, computes in `compute_dtype` and reduces gradients
+    in float32. keep: gathered parameters stay until the step's last backward pass; else each layer's are dropped
+    after its forward and after its backward pass.
+    """
+    policy_mp = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
+    for layer in decoder_layers(policy.model):
+        fully_shard(layer, mesh=mesh, mp_policy=policy_mp, reshard_after_forward=not keep)
+    fully_shard(policy, mesh=mesh, mp_policy=policy_mp, reshard_after_forward=False)
+    for module in policy.modules():
+        if isinstance(module, FSDPModule) and mesh.size() > 1:
+            # The loss is normalised by counts over all ranks already, so gradients add up; a mean would divide twice.
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)  # the plain SUM, which every backend has
+
+
+def recompute_layers(policy: PolicyModel) -> None:
+    """Activation checkpointing: each decoder layer keeps its input and computes the rest again in the backward pass.
+
+    Only `forward` is wrapped, so that parameter names and the hooks of FSDP, which run outside it, stay as they are.
+    """
+    for layer in decoder_layers(policy.model):
+        forward = layer.forward
+
+        def recomputed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
+            return checkpoint(_forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
+        layer.forward = recomputed  # type: ignore[method-assign]
+
+
+@contextmanager
+def accumulating(policy: nn.Module, last: bool, keep: bool) -> Iterator[None]:
+    """Around the forward and backward pass of one micro-batch of several; `last`: of the optimizer step.
+
+    keep: gradients stay whole on each rank until the last micro-batch and are reduced once (least communication);
+    else each micro-batch's are reduced to the rank's slices at once (least memory). The sums are the same.
+    """
+    root = cast(FSDPModule, policy)
+    root.set_is_last_backward(last)
+    root.set_reshard_after_backward(last or not keep)
+    root.set_requires_gradient_sync(last or not keep)
+    yield
+
+
+def drop_gathered(policy: nn.Module) -> None:
+    """Frees gathered parameters, which a forward pass without a backward pass leaves behind."""
+    for module in policy.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
