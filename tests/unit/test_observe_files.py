@@ -29,8 +29,9 @@ def test_one_object_per_step(tmp_path: Path) -> None:
     file = MetricsFile(path)
     file.write(0, {"eval/a/pass@1": 0.1})
     file.write(1, {"loss": nan, "grad_norm": inf, "reward/mean": 0.5})
-    file.write(2, {"loss": 0.25})
+    file.write(2, {"loss": 0.123456789})
     file.write(2, {"eval/a/pass@1": 0.2})  # an evaluation after step 2 joins its line
+    file.write(2, {"loss": 0.25})  # a shorter line leaves nothing of the longer one
     with pytest.raises(ValueError, match="step 1 come after those of step 2"):
         file.write(1, {})
     file.close()
