@@ -1,0 +1,70 @@
+"""`RewardPool`: prompts, responses and rows in; rewards out."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.schema import RewardConfig
+from spmd_rl.engines.reward.calls import Sample, run_calls
+from spmd_rl.engines.reward.functions import FunctionSpec, RewardFunction
+from spmd_rl.engines.reward.manager import START_LIMIT_S, Manager, deal
+from spmd_rl.engines.reward.pending import Pending
+from spmd_rl.engines.reward.scores import SampleId
+
+__all__ = ["Pending", "RewardPool"]
+
+
+class RewardPool:
+    """The reward functions of `config`, in `config.workers` processes of this rank, or in the rank itself (0).
+
+    Making it starts the workers and does not wait for them; `check` does. In the rank itself, functions are loaded
+    at once (UserError where one can't be) and only async calls have a time limit.
+    """
+
+    def __init__(self, config: RewardConfig) -> None:
+        self._config = config
+        self._specs = [FunctionSpec(f.function, dict(f.args), f.batched) for f in config.functions]
+        self._functions = [RewardFunction.load(spec) for spec in self._specs] if config.workers == 0 else []
+        self._manager = Manager(config, self._specs) if config.workers else None
+
+    def check(self, deadline_s: float = START_LIMIT_S) -> None:
+        """Wait until the functions are loaded. Raises UserError where one can't be, TimeoutError at the deadline."""
+        if self._manager is None:
+            return
+        if not self._manager.known.wait(deadline_s):
+            names = ", ".join(spec.name for spec in self._specs)
+            raise TimeoutError(f"the reward workers have not loaded {names} after {deadline_s:g} s")
+        if self._manager.refusal:
+            raise UserError(self._manager.refusal)
+
+    def score(
+        self,
+        prompts: Sequence[str],
+        responses: Sequence[str],
+        rows: Sequence[dict[str, Any]],
+        ids: Sequence[SampleId],
+    ) -> Pending:
+        """Hand over S samples. Returns at once; without workers, when they are judged."""
+        if not len(prompts) == len(responses) == len(rows) == len(ids):
+            raise ValueError(f"{len(prompts)} prompts, {len(responses)} responses, {len(rows)} rows, {len(ids)} ids")
+        samples = [Sample(*sample) for sample in zip(prompts, responses, rows, strict=True)]
+        pending = Pending(self._config, samples, list(ids))
+        if self._manager is not None:
+            if not pending.done():
+                self._manager.submit(pending)
+            return pending
+        parts = deal(self._specs, [f.is_async for f in self._functions], len(samples), workers=1)
+        with asyncio.Runner() as runner:
+            for part in parts:
+                run_calls(
+                    self._functions, part, dict(enumerate(samples)), runner, self._config.timeout_s, pending.record
+                )
+        return pending
+
+    def close(self) -> None:
+        """End the workers; samples that are still being judged fail."""
+        if self._manager is not None:
+            self._manager.close()
