@@ -164,6 +164,13 @@ def test_n9_whitening_one_token(value: float) -> None:
     assert whiten(torch.empty(0), local_sums(torch.empty(0), torch.empty(0))).shape == (0,)
 
 
+def test_whitening_does_not_blow_up_rounding() -> None:
+    values_S, lengths_S = torch.full((7,), 1 / 7, dtype=torch.float64), torch.tensor([1, 2, 3, 4, 5, 6, 7])
+    sums = local_sums(values_S, lengths_S)
+    assert float(sums[1] / sums[0]) != 1 / 7  # the mean is not exact
+    assert whiten(values_S, sums).tolist() == [0.0] * 7
+
+
 def test_whitening_gives_mean_0_and_variance_1_over_tokens() -> None:
     torch.manual_seed(1)
     values_S, lengths_S = torch.randn(50) * 1e-2 + 1e3, torch.randint(0, 9, (50,))

@@ -91,6 +91,15 @@ def test_gmpo_value_and_gradient_are_those_of_the_paper() -> None:
     torch.testing.assert_close(gradient(found, logprob_R), gradient(right, logprob_R))
 
 
+def test_gmpo_by_hand() -> None:
+    # Log ratios 1 and 0.2, bounded above at 0.5 where the advantage is positive; -1 and 0.2, below at -0.3 where not.
+    old_R = tensor(-1, -1, -1, -1)
+    logprob_R, advantage_R = old_R + tensor(1, 0.2, -1, 0.2), tensor(2, 2, -3, -3)
+    loss_R, clipped_R = losses.gmpo(logprob_R, old_R, advantage_R, torch.ones(4), torch.tensor([0, 2, 4]), 0.3, 0.5)
+    torch.testing.assert_close(loss_R, tensor(*[-2 * exp(0.35)] * 2, *[3 * exp(-0.05)] * 2))
+    assert clipped_R.tolist() == [True, False, True, False]
+
+
 def test_gmpo_zero_advantage_is_zero() -> None:
     logprob_R, old_R = logs(3.0, 0.1)
     loss_R = losses.gmpo(logprob_R, old_R, tensor(0, 0), tensor(1, 1), torch.tensor([0, 2]), 0.4, 0.4).loss_R
