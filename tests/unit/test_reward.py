@@ -15,6 +15,7 @@ from spmd_rl.config.schema import RewardConfig, RewardFunctionConfig
 from spmd_rl.engines.reward.functions import FunctionSpec
 from spmd_rl.engines.reward.manager import deal
 from spmd_rl.engines.reward.pool import RewardPool
+from spmd_rl.engines.reward.scores import labels
 
 USER = "tests.unit.reward_functions"
 MINE = f"{USER}:by_row"
@@ -248,6 +249,7 @@ def test_files_and_modules_beside_the_user(tmp_path, monkeypatch):
 import sys
 from spmd_rl.config.schema import RewardConfig, RewardFunctionConfig
 from spmd_rl.engines.reward.pool import RewardPool
+from spmd_rl.engines.reward.scores import labels
 names, workers = sys.argv[2:], int(sys.argv[1])
 try:
     pool = RewardPool(RewardConfig([RewardFunctionConfig(function=n) for n in names], workers=workers))
@@ -331,6 +333,7 @@ def test_workers_die_with_a_killed_rank():
 import time
 from spmd_rl.config.schema import RewardConfig, RewardFunctionConfig
 from spmd_rl.engines.reward.pool import RewardPool
+from spmd_rl.engines.reward.scores import labels
 functions = [RewardFunctionConfig(function={USER + ":process"!r}), RewardFunctionConfig(function={MINE!r})]
 pool = RewardPool(RewardConfig(functions, workers=1))
 print(int(pool.score([""], [""], [{{}}], [(0, 0, 0)]).result(60).parts[0][0]), flush=True)
@@ -347,7 +350,14 @@ time.sleep(3600)
     assert ended(pid)
 
 
-# --- dealing
+# --- names and dealing
+
+
+def test_names_are_short_and_never_alike():
+    functions = ["math_verify", "a:f", "b.py:g", "c:f", "math_verify"]
+    names = RewardPool(make("exact_match", "os.path:join", workers=0)).names
+    assert names == ["exact_match", "join"]
+    assert labels(make(*functions).functions) == ["math_verify#1", "a:f", "g", "c:f", "math_verify#2"]
 
 
 def test_every_call_is_dealt_once():

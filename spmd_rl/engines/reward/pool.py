@@ -12,7 +12,7 @@ from spmd_rl.engines.reward.calls import Sample, run_calls
 from spmd_rl.engines.reward.functions import FunctionSpec, RewardFunction
 from spmd_rl.engines.reward.manager import START_LIMIT_S, Manager, deal
 from spmd_rl.engines.reward.pending import Pending
-from spmd_rl.engines.reward.scores import SampleId
+from spmd_rl.engines.reward.scores import SampleId, labels
 
 __all__ = ["Pending", "RewardPool"]
 
@@ -29,6 +29,11 @@ class RewardPool:
         self._specs = [FunctionSpec(f.function, dict(f.args), f.batched) for f in config.functions]
         self._functions = [RewardFunction.load(spec) for spec in self._specs] if config.workers == 0 else []
         self._manager = Manager(config, self._specs) if config.workers else None
+
+    @property
+    def names(self) -> list[str]:
+        """One for each function, no two alike: what its column of `reward_parts` is called."""
+        return labels(self._config.functions)
 
     def check(self, deadline_s: float = START_LIMIT_S) -> None:
         """Wait until the functions are loaded. Raises UserError where one can't be, TimeoutError at the deadline."""

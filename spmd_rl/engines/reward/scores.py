@@ -29,9 +29,12 @@ class Scores:
     late: int
 
 
-def label(function: str) -> str:
-    """`module:function` → `function`: its name in metrics."""
-    return function.rpartition(":")[2]
+def labels(configs: Sequence[RewardFunctionConfig]) -> list[str]:
+    """The functions' names in metrics and samples: `module:function` → `function`, the whole where two are alike."""
+    short = [c.function.rpartition(":")[2] for c in configs]
+    names = [s if short.count(s) == 1 else c.function for s, c in zip(short, configs, strict=True)]
+    # One function may be named twice, with other arguments.
+    return [n if names.count(n) == 1 else f"{n}#{names[:i].count(n) + 1}" for i, n in enumerate(names)]
 
 
 def describe_sample(identity: SampleId) -> str:
@@ -47,6 +50,7 @@ def total(
     configs: Sequence[RewardFunctionConfig], outcomes: Sequence[Sequence[Outcome]], ids: Sequence[SampleId]
 ) -> Scores:
     """outcomes: one row per sample, one outcome per function in it."""
+    names = labels(configs)
     rewards, errors, extras = [], {}, []
     for place, (row, identity) in enumerate(zip(outcomes, ids, strict=True)):
         # NaN times a weight of 0 is NaN: what could not be judged is excluded, whatever it would have weighed.
@@ -54,7 +58,6 @@ def total(
         lines = [error_line(c.function, identity, o.error) for c, o in zip(configs, row, strict=True) if o.error]
         if lines:
             errors[place] = "; ".join(lines)
-        named = zip(configs, row, strict=True)
-        extras.append({f"{label(c.function)}/{key}": value for c, o in named for key, value in o.extras.items()})
+        extras.append({f"{n}/{key}": value for n, o in zip(names, row, strict=True) for key, value in o.extras.items()})
     parts = [[o.value for o in row] for row in outcomes]
     return Scores(rewards, parts, errors, extras, sum(o.late for row in outcomes for o in row))
