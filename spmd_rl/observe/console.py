@@ -15,7 +15,7 @@ from rich.console import Console as RichConsole
 from rich.table import Table
 from rich.text import Text
 
-from spmd_rl.observe.evaluation import EvalResult
+from spmd_rl.observe.evaluation import Estimate, EvalResult
 from spmd_rl.observe.samples import SampleRecord
 from spmd_rl.observe.text import duration, number, shorten, visible
 
@@ -62,7 +62,8 @@ class Console:
         for name, value in facts.items():
             line = Text("  ")
             line.append(name.ljust(width), "dim")
-            self.say(line.append(f"  {visible(str(value))}"))
+            text = number(value) if isinstance(value, float) else visible(str(value))
+            self.say(line.append(f"  {text}"))
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The progress line. What `metrics` does not hold is left out."""
@@ -93,11 +94,17 @@ class Console:
         """`eval chain_sum pass@1 0.03 → 0.41 ±0.06 (n=200)`; before: the first evaluation's values by k."""
         line = Text("eval ", "magenta").append(visible(result.source), "bold")
         for k, estimate in result.pass_at.items():
-            line.append(f"  pass@{k} ", "dim")
-            if k in before:
-                line.append(f"{before[k]:.2f} → ")
-            line.append(f"{estimate.value:.2f}", "bold green").append(f" ±{estimate.half_width:.2f}")
+            line.append(f"  pass@{k} ", "dim").append(change(before.get(k), estimate), "bold green")
         self.say(line.append(f" (n={result.prompts})", "dim"))
+
+    def summary(self, title: str, rows: Mapping[str, str]) -> None:
+        """The small table at the end of a run."""
+        table = Table(title=title, title_justify="left", title_style="bold", show_header=False)
+        table.add_column(style="dim", overflow="fold")
+        table.add_column(overflow="fold")
+        for name, value in rows.items():
+            table.add_row(Text(visible(name)), Text(visible(value)))
+        self._out.print(table)
 
     def completions(self, step: int, records: Sequence[SampleRecord]) -> None:
         """A table of completions; long text is shortened, control characters are made visible."""
@@ -119,6 +126,12 @@ class Console:
                 Text("excluded" if record.reward != record.reward else number(record.reward), "bold"),
             )
         self._out.print(table)
+
+
+def change(before: float | None, after: Estimate) -> str:
+    """`0.03 → 0.41 ±0.06`."""
+    start = "" if before is None else f"{before:.2f} → "
+    return f"{start}{after.value:.2f} ±{after.half_width:.2f}"
 
 
 def _standard_output() -> RichConsole:

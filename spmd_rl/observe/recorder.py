@@ -23,7 +23,7 @@ from torch import Tensor
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.schema import ObserveConfig
-from spmd_rl.observe.console import Console
+from spmd_rl.observe.console import Console, change
 from spmd_rl.observe.environment import note_start
 from spmd_rl.observe.evaluation import EvalResult
 from spmd_rl.observe.memory import add_memory
@@ -32,6 +32,7 @@ from spmd_rl.observe.notes import Notes
 from spmd_rl.observe.report import write_report
 from spmd_rl.observe.samples import SampleRecord, choose_samples, gather_samples
 from spmd_rl.observe.spans import Spans
+from spmd_rl.observe.text import number
 from spmd_rl.observe.timeline import merge_timeline, rank_file, rank_files
 from spmd_rl.observe.writers import MetricsFile, SamplesFile, TensorBoardFile, read_lines
 
@@ -57,15 +58,9 @@ class Recorder:
         self._shared = _Shared(config, world, run_folder, steps, restored_step) if world.rank == 0 else None
 
     def start(self, title: str, facts: Mapping[str, object]) -> None:
-        """The banner: run folder, world, and what else the caller has to say (model parameters, derived sizes)."""
-        world = self._world
-        nodes = f" on {world.nodes} nodes" if world.nodes > 1 else ""
-        own = {
-            "run folder": self._folder,
-            "world": f"{world.size} rank{'s' if world.size > 1 else ''}{nodes}, {world.device.type} ({world.source})",
-        }
+        """The banner: the run folder, and what else the caller has to say (world, model parameters, derived sizes)."""
         if self._shared:
-            self._shared.console.banner(title, own | dict(facts))
+            self._shared.console.banner(title, {"run folder": self._folder, **facts})
 
     def say(self, text: str) -> None:
         """One line on the console of rank 0."""
@@ -108,7 +103,8 @@ class Recorder:
             self._shared.evaluation(step, results, records)
 
     def close(self, failed: bool = False) -> Path | None:
-        """Write what is left; rank 0 merges the timeline and writes the report (its path is returned there).
+        """Write what is left; rank 0 merges the timeline, writes the report (its path is returned there) and prints a
+        small table: accuracy before and after, speed, where the report lies.
 
         failed: other ranks may be gone, so nobody is waited for.
         """
@@ -145,6 +141,8 @@ class _Shared:
         self._metrics = MetricsFile(folder / "metrics.jsonl", restored_step)
         self._samples = SamplesFile(folder / "samples.jsonl", restored_step)
         self._tensorboard = TensorBoardFile(folder / "tensorboard", restored_step) if config.tensorboard else None
+        self._totals = {"samples": 0.0, "tokens/generated": 0.0, "time/step": 0.0}  # since this start
+        self._last: Sequence[EvalResult] = ()
         self._first: dict[str, float] = {}  # values of each set's first evaluation
         for line in read_lines(folder / "metrics.jsonl"):
             for name, value in line.items():
@@ -158,6 +156,8 @@ class _Shared:
 
     def step(self, step: int, values: Mapping[str, float], records: Sequence[SampleRecord]) -> None:
         self._write(step, values, records)
+        for name in self._totals:
+            self._totals[name] += values.get(name, 0.0)
         self.console.step(step, values)
         for note in self._notes.about(values):
             self.console.note(note)
@@ -171,9 +171,14 @@ class _Shared:
             values |= result.metrics()
         self._write(step, values, records)
         for result in results:
-            names = {k: f"eval/{result.source}/pass@{k}" for k in result.pass_at}
-            self.console.evaluation(result, {k: self._first[n] for k, n in names.items() if n in self._first})
+            self.console.evaluation(result, self._before(result))
         self._first = values | self._first
+        self._last = results
+
+    def _before(self, result: EvalResult) -> dict[int, float]:
+        """The first evaluation's values of that set by k, if there was one."""
+        names = {k: f"eval/{result.source}/pass@{k}" for k in result.pass_at}
+        return {k: self._first[name] for k, name in names.items() if name in self._first}
 
     def _write(self, step: int, values: Mapping[str, float], records: Sequence[SampleRecord]) -> None:
         self._metrics.write(step, values)
@@ -188,5 +193,17 @@ class _Shared:
             self._tensorboard.close()
         merge_timeline(self._folder)
         report = write_report(self._folder)
-        self.console.say(f"report: {report}")
+        self.console.summary("result", self._summary() | {"report": str(report)})
         return report
+
+    def _summary(self) -> dict[str, str]:
+        rows = {}
+        for result in self._last:
+            before = self._before(result)
+            for k, estimate in result.pass_at.items():
+                rows[f"{result.source} pass@{k}"] = f"{change(before.get(k), estimate)} (n={result.prompts})"
+        seconds = self._totals["time/step"]
+        for label, name in (("samples/s", "samples"), ("generated tokens/s", "tokens/generated")):
+            if seconds and self._totals[name]:
+                rows[label] = number(self._totals[name] / seconds)
+        return rows

@@ -5,9 +5,10 @@
 
 feeds the `time/*` metrics, NVTX ranges and the rank's part of the timeline.
 
-Names of metrics: a span below `step` gives `time/<name>`; one within another gives `time/<outer>/<name>`; one in
-another thread than the one that made the `Spans` gives `time/background/<name>`. So the `time/<name>` without a
-further slash never overlap on one rank, and a step is their sum and a rest.
+Names of metrics: a span below `step` gives `time/<name>`; one within another gives `time/<outer>/<name>`; one outside
+of any `step` gives `time/between/<name>` and is counted with the step that follows; one in another thread than the one
+that made the `Spans` gives `time/background/<name>`. So the `time/<name>` without a further slash never overlap on one
+rank, and `time/step` is their sum and a rest.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from spmd_rl.observe.metrics import Metrics
 
 _FLUSH_AT = 512  # events held in memory
 STEP = "step"  # the span around all stages of one step
+BETWEEN, BACKGROUND = "between", "background"
 
 
 def nvtx_functions() -> tuple[Callable[[str], Any], Callable[[], Any]]:
@@ -112,8 +114,12 @@ class Spans:
 
     def _path(self, thread: int) -> str:
         stack = self._stacks[thread]
-        inner = [n for n in stack if n != STEP] or [STEP]
-        return "/".join(inner if thread == self._home else ["background", *inner])
+        inner = [name for name in stack if name != STEP]
+        if thread != self._home:
+            inner.insert(0, BACKGROUND)
+        elif STEP not in stack:
+            inner.insert(0, BETWEEN)
+        return "/".join(inner or [STEP])
 
     def _record(self, name: str, path: str, start: int, duration: int, step: int | None, error: str) -> None:
         event = {

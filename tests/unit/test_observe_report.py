@@ -97,6 +97,8 @@ def record_run(folder: Path, steps: int = 4, every: int = 2) -> dict[str, float]
     evaluate(0)
     values: dict[str, float] = {}
     for step in range(1, steps + 1):
+        with recorder.spans("evaluate"):
+            pass
         with recorder.spans("step", step=step):
             with recorder.spans("rollout", step=step), recorder.spans("generate", step=step):
                 pass
@@ -135,6 +137,8 @@ def test_run_folder_of_the_recorder(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert attempt["ranks"] == 1 and attempt["packages"]["torch"] == torch.__version__
     out = capsys.readouterr().out
     assert "eval sums  pass@1 0.00 → 1.00 ±0.08 (n=20)" in out
+    table = [[cell.strip() for cell in line.split("│")[1:-1]] for line in out[out.index("result") :].splitlines()]
+    assert ["sums pass@1", "0.00 → 1.00 ±0.08 (n=20)"] in table and ["samples/s"] in [row[:1] for row in table]
     assert out.count("note:") == 0 and "step 4/4" in out and "\x1b" not in out
 
 
@@ -171,6 +175,10 @@ def test_long_runs_are_downsampled_and_nothing_is_lost(tmp_path: Path) -> None:
                 "time/step": 2.0,
                 "time/train": 1.5,
                 "time/train/forward": 0.7,
+                "time/exchange_total": 9.0,
+                "time/exchange_exposed": 1.0,
+                "time/between/save_it": 0.02,
+                "time/between/save_it/part": 0.01,
             }
             if step % 1000 == 0:
                 values |= {"time/checkpoint": 0.5, "eval/a/pass@1": step / 3000}
@@ -188,8 +196,9 @@ def test_long_runs_are_downsampled_and_nothing_is_lost(tmp_path: Path) -> None:
     assert with_checkpoint["train"] == 1.5 and sum(with_checkpoint.values()) == pytest.approx(2.0)
     assert run.rate("time/step") == 1.0
     checker = checked(write_report(tmp_path))
+    assert "Between the steps, in total: save it 1 min 00 s." in "".join(checker.text)
     assert len(checker.hover["Reward"]["x"]) <= MAX_POINTS
-    assert (tmp_path / "report.html").stat().st_size < 350_000
+    assert (tmp_path / "report.html").stat().st_size < 600_000
 
 
 def test_report_of_an_interrupted_run(tmp_path: Path) -> None:

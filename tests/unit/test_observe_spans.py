@@ -39,9 +39,16 @@ def test_times_by_nesting() -> None:
 
 def test_slowest_rank() -> None:
     spans = Spans()
-    with spans("train"):
+    with spans("step"), spans("train"):
         pass
-    assert set(collected(spans, slowest=True)) == {"time/train", "time_max/train"}
+    assert set(collected(spans, slowest=True)) == {"time/train", "time_max/train", "time/step", "time_max/step"}
+
+
+def test_what_lies_between_steps() -> None:
+    spans = Spans()
+    with spans("evaluate"), spans("generate"):
+        pass
+    assert set(collected(spans)) == {"time/between/evaluate", "time/between/evaluate/generate"}
 
 
 def test_other_threads_are_told_apart() -> None:
@@ -52,12 +59,12 @@ def test_other_threads_are_told_apart() -> None:
         with spans("save"):
             seen.append(spans.where())
 
-    with spans("train"):
+    with spans("step"), spans("train"):
         thread = threading.Thread(target=work)
         thread.start()
         thread.join()
-    assert set(collected(spans)) == {"time/train", "time/background/save"}
-    assert seen == ["train"]  # what the main thread does, asked from another
+    assert set(collected(spans)) == {"time/step", "time/train", "time/background/save"}
+    assert seen == ["step > train"]  # what the main thread does, asked from another
 
 
 def test_an_exception_is_passed_on_and_noted(tmp_path: Path) -> None:
@@ -69,7 +76,7 @@ def test_an_exception_is_passed_on_and_noted(tmp_path: Path) -> None:
     (event,) = read_spans(rank_file(tmp_path, 3))
     assert event["name"] == "reward" and event["step"] == 7 and event["error"] == "KeyError"
     assert before - 10**6 <= event["start_ns"] <= event["start_ns"] + event["duration_ns"] <= time.time_ns() + 10**6
-    assert spans.where() == "" and "time/reward" in collected(spans)
+    assert spans.where() == "" and "time/between/reward" in collected(spans)
 
 
 def test_memory_is_bounded(tmp_path: Path) -> None:

@@ -14,10 +14,12 @@ import yaml
 
 from spmd_rl.config.errors import UserError
 from spmd_rl.observe.samples import SampleRecord
+from spmd_rl.observe.spans import BETWEEN, STEP
 from spmd_rl.observe.writers import read_lines
 
 MAX_POINTS = 300  # of one curve
 MAX_BARS = 60  # of the step-time breakdown
+OVERLAPPING = ("_total", "_exposed")  # ends of `time/` names that are measured across stages: no parts of a step
 
 
 @dataclass
@@ -90,6 +92,12 @@ class RunData:
         sets = [n.split("/")[1] for n in self.curves if n.startswith("eval/") and "/pass@" in n]
         return list(dict.fromkeys(sets))
 
+    def between_steps(self) -> dict[str, float]:
+        """Total seconds of what is done between steps, longest first."""
+        start = f"time/{BETWEEN}/"
+        found = {n[len(start) :]: c.total for n, c in self.curves.items() if n.startswith(start) and n.count("/") == 2}
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
     def rate(self, name: str) -> float | None:
         """Total of a counter metric divided by the total of the step times, per second."""
         seconds = self.curves.get("time/step")
@@ -126,7 +134,8 @@ def _stages(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
     """The parts that a step's time is made of: `time/<stage>`, but not their own parts."""
     for name, value in line.items():
         parts = name.split("/")
-        if parts[0] == "time" and len(parts) == 2 and parts[1] != "step" and value is not None:
+        stage = parts[0] == "time" and len(parts) == 2 and parts[1] != STEP and not parts[1].endswith(OVERLAPPING)
+        if stage and value is not None:
             yield parts[1], value
 
 

@@ -206,11 +206,14 @@ def _breakdown(run: RunData) -> str:
     )
     head = '<tr><th>stage</th><th class="right">per step</th><th class="right">share</th></tr>'
     drawing = charts.bar_chart(run.bars, stages, "time of a step by stage")
+    between = ", ".join(f"{name.replace('_', ' ')} {duration(total)}" for name, total in run.between_steps().items())
+    if between:
+        between = f'<p class="soft" style="margin-top:10px">Between the steps, in total: {_text(between)}.</p>'
     return (
         '<section><h2>Where the time goes</h2><p class="soft">Seconds per step, mean over the ranks that run the '
         'stage; “other” is what no stage accounts for.</p><div class="grid2">'
         f'<div class="card"><h3>Step time</h3>{drawing}</div>'
-        f'<div class="card scroll"><table>{head}{rows}</table></div></div></section>'
+        f'<div class="card scroll"><table>{head}{rows}</table>{between}</div></div></section>'
     )
 
 
