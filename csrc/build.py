@@ -56,6 +56,17 @@ def nvcc_command(nvcc: str, source: Path, target: Path, *flags: str) -> list[str
     return [nvcc, *options, "-c", str(source), "-o", str(target)]
 
 
+def link_command(objects: list[Path], library: Path, nvcc: str | None, *flags: str) -> list[str]:
+    """nvcc, where there is CUDA code: it knows where its runtime library lies."""
+    import torch
+
+    if nvcc is None:
+        link = [os.environ.get("CXX", "g++"), "-shared", *flags]
+    else:
+        link = [nvcc, "-shared", "-cudart=static", *(f"-Xcompiler={flag}" for flag in flags)]
+    return [*link, *map(str, objects), "-o", str(library), f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
+
+
 def wants_cuda() -> tuple[bool, str]:
     """Whether to compile for CUDA, and why (or why not)."""
     import torch
@@ -74,8 +85,6 @@ def wants_cuda() -> tuple[bool, str]:
 
 class BuildKernels(build_ext):
     def build_extension(self, ext: Extension) -> None:
-        import torch
-
         cuda, why = wants_cuda()
         print(f"kernels: CPU{' and CUDA' if cuda else ' only'} ({why})", flush=True)
         folder = Path(self.build_temp)
@@ -91,15 +100,10 @@ class BuildKernels(build_ext):
             else:
                 command = cxx_command(source, target)
             run(command)
-            objects.append(str(target))
+            objects.append(target)
         library = Path(self.get_ext_fullpath(ext.name))
         library.parent.mkdir(parents=True, exist_ok=True)
-        link = [os.environ.get("CXX", "g++"), "-shared", *objects, "-o", str(library)]
-        link += [f"-L{Path(torch.__file__).parent / 'lib'}", "-ltorch_cpu"]
-        if cuda:
-            home = Path(find_nvcc() or "").resolve().parents[1]
-            link += [f"-L{home / 'lib64'}", "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
-        run(link)
+        run(link_command(objects, library, find_nvcc() if cuda else None))
 
 
 def run(command: list[str]) -> None:
