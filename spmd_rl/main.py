@@ -23,7 +23,7 @@ if str(_PACKAGE.parent) not in sys.path:
     sys.path.insert(0, str(_PACKAGE.parent))
 
 from spmd_rl.comm.placement import detect  # noqa: E402
-from spmd_rl.config.check import check, check_model, check_world, derived_sizes  # noqa: E402
+from spmd_rl.config.check import check, check_model_folder, check_world, derived_sizes  # noqa: E402
 from spmd_rl.config.errors import UserError  # noqa: E402
 from spmd_rl.config.load import load_config, to_yaml  # noqa: E402
 from spmd_rl.config.schema import Config  # noqa: E402
@@ -38,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         config = load_config(arguments.config, arguments.overrides)
         check(config)
-        check_model(config)
+        check_model_folder(config)
         if arguments.dry_run:
             print(dry_run(config, arguments.ranks or detect(os.environ).size))
             return 0

@@ -6,7 +6,6 @@ import difflib
 import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
@@ -49,27 +48,19 @@ def check(config: Config) -> None:
             raise UserError(f"data.eval: two sources are named {label!r}; their metrics would be one")
 
 
-def check_model(config: Config) -> dict[str, Any]:
-    """The model's config.json; refuses a folder that holds no model, and a tensor parallelism that its heads forbid."""
+def check_model_folder(config: Config) -> None:
+    """Refuse a folder that holds no model."""
     folder = Path(config.model.path)
     if not folder.is_dir():
         raise UserError(f"model.path: there is no folder {config.model.path}")
     try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"model.path: {folder / 'config.json'}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"model.path: {folder / 'config.json'} is not valid JSON ({error})") from None
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"model.path: no *.safetensors in {folder}; save the model with save_pretrained")
-    tensor_parallel = config.rollout.tensor_parallel
-    heads = described.get("num_attention_heads")
-    if isinstance(heads, int) and heads % tensor_parallel:
-        raise UserError(
-            f"rollout.tensor_parallel={tensor_parallel} does not divide the model's {heads} attention heads; "
-            f"possible: {_divisors(heads)}"
-        )
-    return described
 
 
 def check_world(config: Config, size: int) -> None:

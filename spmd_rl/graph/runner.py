@@ -12,7 +12,7 @@ from spmd_rl.comm.world import World
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch, Column
 from spmd_rl.data.exchange import Coordinator, Pending
-from spmd_rl.data.layout import Assignment
+from spmd_rl.data.assignment import Assignment
 from spmd_rl.graph.plan import FinishExchange, Plan, Run, StartExchange
 from spmd_rl.graph.stage import Context, Deferred
 from spmd_rl.observe.metrics import Metrics

@@ -21,7 +21,10 @@ def loader(context: BuildContext) -> PromptLoader:
 
 
 def reward(context: BuildContext) -> RewardPool:
-    return RewardPool(context.config.reward)
+    """The workers load the reward functions at once, so that one that cannot be loaded is known before any model is."""
+    pool = RewardPool(context.config.reward)
+    pool.check()
+    return pool
 
 
 def actor(context: BuildContext) -> TrainEngine:

@@ -7,6 +7,7 @@ from math import isnan
 
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch, Finish
+from spmd_rl.engines.reward.scores import labels
 from spmd_rl.graph.stage import Context
 from spmd_rl.observe.evaluation import EvalResult, Outcome, gather_outcomes, summarize
 from spmd_rl.observe.samples import SampleRecord
@@ -45,7 +46,7 @@ def _outcomes(config: Config, source: str, batch: Batch) -> list[Outcome]:
 def sample_records(context: Context, batch: Batch, evaluation: bool = False) -> list[SampleRecord]:
     """The samples of `batch` as text; it must hold the columns `RECORDED`."""
     decode = context.engines["tokenizer"].decode
-    names = context.engines["reward"].names
+    names = labels(context.config.reward.functions)
     columns = zip(
         batch.ids.tolist(),
         batch["row"].row_bytes(),

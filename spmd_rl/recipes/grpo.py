@@ -7,10 +7,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from spmd_rl.algorithms.check import check as check_algorithm
 from spmd_rl.config.schema import Config
 from spmd_rl.data.balance import Balance
+from spmd_rl.engines.rollout.sampling import check_model, model_tokens
 from spmd_rl.graph.graph import Graph
 from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage
 from spmd_rl.recipes import build, stages
@@ -19,6 +21,7 @@ from spmd_rl.recipes import build, stages
 def graph(config: Config, world_size: int) -> Graph:
     """Rollout and training share all ranks and take turns; the world size only decides who holds which samples."""
     check_algorithm(config.algorithm, config.train)
+    check_model(Path(config.model.path) / "config.json", config.rollout.tensor_parallel, model_tokens(config))
     replicas = Placement(axes={"dp": REST, "tp": config.rollout.tensor_parallel})
     trainers = Placement()
     scored = ("prompt", "response")

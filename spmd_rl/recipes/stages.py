@@ -17,7 +17,8 @@ from spmd_rl.algorithms.policy_loss import policy_loss
 from spmd_rl.algorithms.ragged import segment_sum
 from spmd_rl.data.batch import Batch, Column, Finish
 from spmd_rl.engines.protocol import Request
-from spmd_rl.engines.reward.pool import Pending, Scores
+from spmd_rl.engines.reward.pool import Pending
+from spmd_rl.engines.reward.scores import Scores, labels
 from spmd_rl.engines.rollout.generate import generate
 from spmd_rl.engines.rollout.sampling import sampling_from
 from spmd_rl.engines.rollout.seeds import sample_seed
@@ -90,13 +91,15 @@ class PendingReward:
     pending: Pending
 
     def result(self) -> Mapping[str, Column]:
-        columns = scored_columns(self.pending.result(self.context.config.comm.stage_timeout_s))
+        scores = self.pending.result(self.context.config.comm.stage_timeout_s)
+        columns = scored_columns(scores)
         if self.context.replica == 0:
             metrics = self.context.metrics
             reward_S = columns["reward"].values
             metrics.moments("reward", reward_S[~reward_S.isnan()])
             metrics.sum("reward/excluded", reward_S.isnan().sum())
-            names = self.context.engines["reward"].names
+            metrics.sum("reward/late", scores.late)
+            names = labels(self.context.config.reward.functions)
             for name, values_S in zip(names, columns["reward_parts"].values.reshape(-1, len(names)).T, strict=True):
                 valid_S = values_S[~values_S.isnan()]
                 metrics.mean(f"reward/part/{name}", valid_S.double().sum(), len(valid_S))

@@ -81,7 +81,7 @@ def test_a_reward_that_fails_stops_the_run_by_name_of_the_sample(tmp_path, model
     assert done.returncode not in (0, None)
     line = next(line for line in done.stderr.splitlines() if "letters" in line and "sample" in line)
     assert any(part.lower() in line.lower() for part in said.split("|")), line
-    assert "(0, " in line  # the sample's identity: epoch 0, ...
+    assert "sample (epoch 0, prompt " in line
 
 
 def test_a_reward_that_fails_can_be_excluded_instead(tmp_path, model):
