@@ -123,8 +123,8 @@ def launch_command(launcher: str | Sequence[str], ranks: int, options: Sequence[
             raise ValueError("a single process has one rank")
         return [sys.executable]
     if launcher == "torchrun":
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        return [*torchrun, *options]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"]
+        return [*torchrun, f"--nproc-per-node={ranks}", *options]
     if launcher == "mpirun":
         mpirun = find_mpirun()
         if mpirun is None:

@@ -1,0 +1,78 @@
+"""The scripts of launch/, around a small program in the place of main.py."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.world.harness import ROOT, find_mpirun
+
+PROGRAM = f"""
+import sys
+sys.path[:] = [{str(ROOT)!r}] + sys.path[1:]
+from spmd_rl.comm.bootstrap import bootstrap, shutdown
+from spmd_rl.config.schema import CommConfig
+world = bootstrap(CommConfig())
+print(f"{{world.source}} {{world.rank}} of {{world.size}} {{sys.argv[1:]}}\\n", end="", flush=True)
+shutdown(world)
+"""
+SCRIPTS = ["torchrun.sh", "mpirun.sh", "nsys.sh"]
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    shutil.copytree(ROOT / "launch", tmp_path / "launch")
+    (tmp_path / "spmd_rl").mkdir()
+    (tmp_path / "spmd_rl" / "main.py").write_text(PROGRAM)
+    if (ROOT / ".venv").exists():
+        (tmp_path / ".venv").symlink_to(ROOT / ".venv")
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("script", "ranks", "source"),
+    [
+        ("torchrun.sh", "NPROC", "torchrun"),
+        pytest.param(
+            "mpirun.sh",
+            "NP",
+            "openmpi",
+            marks=[pytest.mark.mpi, pytest.mark.skipif(find_mpirun() is None, reason="no mpirun in this environment")],
+        ),
+    ],
+)
+def test_arguments_reach_every_rank_as_they_are(root: Path, script: str, ranks: str, source: str) -> None:
+    arguments = ["my config.yaml", "data.train=[{name: a b}]", "run.name=日本"]
+    environ = {**os.environ, ranks: "2"}
+    command = [str(root / "launch" / script), *arguments]
+    done = subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    lines = sorted(line for line in done.stdout.splitlines() if line)
+    assert lines == [f"{source} {rank} of 2 {arguments}" for rank in range(2)]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_without_a_config_they_say_how_to_use_them(script: str) -> None:
+    done = subprocess.run([str(ROOT / "launch" / script)], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert f"launch/{script} CONFIG [section.key=value ...]" in done.stderr and "#!" not in done.stderr
+
+
+def test_several_machines_need_to_know_the_first() -> None:
+    environ = {name: value for name, value in os.environ.items() if name != "MASTER_ADDR"}
+    command = [str(ROOT / "launch" / "torchrun.sh"), "c.yaml"]
+    done = subprocess.run(
+        command, env={**environ, "NNODES": "2", "NODE_RANK": "0"}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode != 0 and "MASTER_ADDR: the name or address of machine 0" in done.stderr
+
+
+@pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed")
+def test_shellcheck_finds_nothing() -> None:
+    scripts = [path for folder in ("launch", "tests/world") for path in sorted((ROOT / folder).glob("*.s*"))]
+    done = subprocess.run(["shellcheck", *map(str, scripts)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout
