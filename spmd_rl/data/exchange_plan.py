@@ -126,7 +126,7 @@ def plan_rank(
         if receives:
             sizes = lengths * row_bytes
             local = (here_T[mine] == my_source) if sends else np.zeros(len(mine), dtype=bool)
-            in_place = bool(local.all()) and _in_place(metadata, rows, my_source)
+            in_place = sends and bool(local.all()) and _in_place(metadata, rows, my_source)
             came = np.flatnonzero(~local)
             came = came[np.argsort(head_here_T[mine][came], kind="stable")]
             begin = np.empty_like(sizes)
