@@ -55,6 +55,9 @@ find_python() {
     fail "needs Python 3.11 to 3.14 (vLLM does); found ${PYTHON:-$(python3 -V 2>&1 || echo none)}; set PYTHON to one"
 }
 
+command -v "${CXX:-g++}" >/dev/null 2>&1 ||
+    fail "needs a C++ compiler for the extension; on Debian: apt-get install g++ (or set CXX)"
+
 if [ -e "$unfinished" ]; then
     say "the last set-up did not finish: $venv is made anew"
     rm -rf "$venv"
