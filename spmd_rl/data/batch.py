@@ -26,9 +26,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cached_property
 
 import torch
 from torch import Tensor
+
+from spmd_rl.ops.padded import pad, unpad
+from spmd_rl.ops.segments import as_bytes, copy_segments
 
 
 class Finish(IntEnum):
@@ -70,6 +74,11 @@ class Column:
         return cls(values, lengths)
 
     @classmethod
+    def from_padded(cls, padded: Tensor, lengths: Tensor) -> Column:
+        """The first `lengths[s]` entries of each row of [S, longest, *inner]. For engine borders only."""
+        return cls(unpad(padded, lengths), lengths)
+
+    @classmethod
     def scalars(cls, values_S: Tensor) -> Column:
         """One value per sample."""
         return cls(values_S, torch.ones(values_S.shape[0], dtype=torch.int64))
@@ -77,7 +86,7 @@ class Column:
     def __len__(self) -> int:
         return self.lengths.shape[0]
 
-    @property
+    @cached_property
     def offsets(self) -> Tensor:
         """int64 [S + 1]: where each sample starts (`cu_seqlens`)."""
         return torch.nn.functional.pad(self.lengths.cumsum(0), (1, 0))
@@ -89,7 +98,8 @@ class Column:
     def row_bytes(self) -> list[bytes]:
         if self.values.dtype != torch.uint8:
             raise TypeError(f"bytes wanted, but the column holds {self.values.dtype}")
-        return [r.numpy().tobytes() for r in self.rows()]
+        joined, ends = self.values.cpu().numpy().tobytes(), self.offsets.tolist()
+        return [joined[begin:end] for begin, end in zip(ends[:-1], ends[1:], strict=True)]
 
     def as_scalars(self) -> Tensor:
         """[S, *inner]; every sample must hold exactly one value."""
@@ -106,14 +116,16 @@ class Column:
             offsets = self.offsets
             return Column(self.values[offsets[first] : offsets[last + 1]], self.lengths[first : last + 1])
         lengths = self.lengths[index_K]
-        # Token positions: each sample's start, repeated over its length, plus a running index within it.
-        starts = torch.repeat_interleave(self.offsets[:-1][index_K] - (lengths.cumsum(0) - lengths), lengths)
-        gather = starts + torch.arange(int(lengths.sum()))
-        return Column(self.values[gather.to(self.values.device)], lengths)
+        selected = self.values.new_empty(int(lengths.sum()), *self.values.shape[1:])
+        unit = selected.element_size() * selected.shape[1:].numel()
+        begin, size = self.offsets[:-1][index_K] * unit, lengths * unit
+        table = torch.stack([torch.zeros_like(size), begin, size.cumsum(0) - size, size])
+        copy_segments([as_bytes(self.values.contiguous())], as_bytes(selected), table)
+        return Column(selected, lengths)
 
     def padded(self, fill: float | int = 0) -> Tensor:
         """[S, longest, *inner], filled up at the right. For engine borders only."""
-        return torch.nn.utils.rnn.pad_sequence(list(self.rows()), batch_first=True, padding_value=fill)
+        return pad(self.values, self.lengths, fill)
 
 
 @dataclass(frozen=True)
@@ -184,7 +196,7 @@ class Batch:
 
     @staticmethod
     def concat(batches: Sequence[Batch]) -> Batch:
-        """All samples of `batches`, in order; all must have the same columns. Those without samples and columns do not count."""
+        """All samples of `batches`, in order; all must have the same columns, except those with none at all."""
         parts = [b for b in batches if len(b) or b.columns]
         if not parts:
             return Batch.empty()

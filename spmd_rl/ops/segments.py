@@ -14,7 +14,7 @@ def as_bytes(values: Tensor) -> Tensor:
     """uint8 view of a contiguous tensor's memory."""
     if values.numel() == 0:  # may have strides that `view` refuses
         return torch.empty(0, dtype=torch.uint8, device=values.device)
-    return values.reshape(-1).view(torch.uint8)
+    return values.detach().reshape(-1).view(torch.uint8)
 
 
 def copy_segments(sources: Sequence[Tensor], target: Tensor, segments_4K: Tensor) -> None:
