@@ -23,6 +23,7 @@ class Scratch:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
+        self.allocated = 0  # buffers ever made
         self._buffers: dict[str, Tensor] = {}
 
     def get(self, name: str, size: int) -> Tensor:
@@ -30,6 +31,7 @@ class Scratch:
         held = self._buffers.get(name)
         if held is None or held.numel() < size:
             self._buffers[name] = held = torch.empty(_rounded(size), dtype=torch.uint8, device=self.device)
+            self.allocated += 1
         return held[:size]
 
 

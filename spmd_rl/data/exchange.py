@@ -149,6 +149,11 @@ class Coordinator:
 
         return Pending(lane.submit(run), waited)
 
+    @property
+    def allocated(self) -> int:
+        """Buffers made so far; stands still once the largest exchange has been seen."""
+        return self._arenas.allocated + sum(lane.scratch.allocated for lane in self._lanes.values())
+
     def metrics(self, metrics: Metrics) -> None:
         """Add what the exchanges since the last call have cost. Call it when none is on its way."""
         exposed = total = 0.0

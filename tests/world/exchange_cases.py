@@ -11,9 +11,10 @@ from spmd_rl.comm.transport import make_transport
 from spmd_rl.comm.world import World
 from spmd_rl.data.assignment import Assignment
 from spmd_rl.data.balance import Balance
-from spmd_rl.data.batch import Batch
+from spmd_rl.data.batch import Batch, Column
 from spmd_rl.data.exchange import Coordinator
 from spmd_rl.data.layout import Layout
+from spmd_rl.observe.metrics import Metrics
 from tests.exchanges import COLUMNS, make_samples, same_bytes
 
 SampleId = tuple[int, int, int]
@@ -90,3 +91,92 @@ def random_exchanges(world: World, transport: str, count: int, seed: int) -> dic
     hits = sum(c.local_hits for c in coordinator.counters.values())
     coordinator.close()
     return {"exchanges": done, "sent": sent, "hits": hits, "threads": torch.get_num_threads()}
+
+
+def diamond(world: World, transport: str) -> dict[str, Any]:
+    """rollout -> {ref, value} -> train: the join follows one assignment; two edges alive, waited for in any order."""
+    everyone = Layout(tuple(range(world.size)))
+    pairs = Layout(tuple(range(world.size)), 2)
+    coordinator = Coordinator(
+        world, make_transport(transport, world), [(everyone, everyone), (everyone, pairs), (pairs, everyone)]
+    )
+    ids = [(0, prompt, sample) for prompt in range(9) for sample in range(4)]
+    rng = random.Random(5)
+    slots = place(rng, ids, everyone)
+    base = {"prompt": COLUMNS["prompt"], "row": COLUMNS["row"]}
+    added = {"logprob": COLUMNS["logprob"], "hidden": COLUMNS["hidden"]}
+    for step in range(3):
+        rollout = held(slots, everyone, world.rank, base)
+        to_ref = coordinator.start(step, "rollout>ref", rollout, everyone, pairs, Balance(), "row")
+        to_value = coordinator.start(step, "rollout>value", rollout, everyone, everyone, Balance(1.0, 0.1), "row")
+        to_train = coordinator.start(
+            step, "rollout>train", rollout, everyone, everyone, Balance(equal_counts=True), "prompt"
+        )
+        waiting = [("ref", to_ref), ("value", to_value)]
+        got = {name: pending.wait()[0] for name, pending in (waiting if (step + world.rank) % 2 else waiting[::-1])}
+        made = {
+            name: make_samples([tuple(row) for row in got[name].ids.tolist()], {column: added[column]})
+            for name, column in (("ref", "logprob"), ("value", "hidden"))
+        }
+        main, assignment = to_train.wait()
+        from_value = coordinator.start(step, "value>train", made["value"], everyone, everyone, follow=assignment)
+        from_ref = coordinator.start(step, "ref>train", made["ref"], pairs, everyone, follow=assignment)
+        joined = main
+        for pending in (from_ref, from_value) if world.rank % 2 else (from_value, from_ref):
+            more, same = pending.wait()
+            assert same is assignment and torch.equal(more.ids, main.ids)
+            joined = joined.with_columns(more.columns)
+        check(joined, assignment, ids, everyone, world.rank, {**base, **added})
+    coordinator.close()
+    return {"samples": len(joined)}
+
+
+def thousand_steps(world: World, transport: str, steps: int) -> dict[str, Any]:
+    """Batches of changing size: no buffer is made once the largest was seen, and none is written too early."""
+    everyone = Layout(tuple(range(world.size)))
+    coordinator = Coordinator(world, make_transport(transport, world), [(everyone, everyone)])
+    columns = {"prompt": COLUMNS["prompt"], "logprob": COLUMNS["logprob"], "version": COLUMNS["version"]}
+    universe = make_samples([(0, p, 0) for p in range(16)], columns, longest=600)
+    allocated = {}
+    kept = None
+    for step in range(steps):
+        count = 16 if step < 4 else 5 + step % 11
+        mine = torch.tensor([p for p in range(count) if (p + step) % world.size == world.rank], dtype=torch.int64)
+        batch = universe.select(mine)
+        pending = coordinator.start(step, "a", batch, everyone, everyone, Balance(slack=1.0), "prompt")
+        second = coordinator.start(step, "b", batch, everyone, everyone, None)
+        result, assignment = pending.wait()
+        second.wait()
+        wanted = universe.select(torch.from_numpy(assignment.of_slot(world.rank)[:, 1].copy()))
+        assert same_bytes(result, wanted), step
+        assert kept is None or same_bytes(*kept), f"the result of step {step - 1} was overwritten"
+        kept = (result, wanted)
+        allocated[step] = coordinator.allocated
+    metrics = Metrics()
+    coordinator.metrics(metrics)
+    coordinator.metrics(metrics)
+    reduced = metrics.reduce(world.control)
+    coordinator.close()
+    return {"early": allocated[20], "late": allocated[steps - 1], "metrics": reduced}
+
+
+def bytes_per_rank(world: World, transport: str) -> dict[str, list[int]]:
+    """Payload that this rank sends and receives when half of the ranks give all they hold to the other half, for
+    sub-worlds of growing size; every giver holds samples of the same lengths."""
+    sizes = [size for size in (2, 4, 8, 16, 32, 64) if size <= world.size]
+    halves = [(Layout(tuple(range(size // 2))), Layout(tuple(range(size // 2, size)))) for size in sizes]
+    coordinator = Coordinator(world, make_transport(transport, world), halves)
+    moved: dict[str, list[int]] = {}
+    for size, (givers, takers) in zip(sizes, halves, strict=True):
+        if world.rank >= size:
+            continue
+        batch = Batch.empty()
+        if world.rank in givers:
+            ids = torch.tensor([(0, (world.rank * 64 + s) * 2654435761 % 2**31, 0) for s in range(64)])
+            lengths = 1 + torch.arange(64).roll(world.rank) * 16
+            batch = Batch(ids, {"tokens": Column(torch.zeros(int(lengths.sum()), dtype=torch.int32), lengths)})
+        coordinator.start(0, f"of{size}", batch, givers, takers, Balance(keep_groups=False), "tokens").wait()
+        counters = coordinator.counters[f"of{size}"]
+        moved[str(size)] = [counters.bytes_sent, counters.bytes_received]
+    coordinator.close()
+    return moved

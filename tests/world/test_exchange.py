@@ -24,6 +24,40 @@ def test_random_exchanges_deliver_every_byte(transport: str, launcher: str, rank
 
 
 @pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
+def test_a_diamond_joins_each_sample_with_its_own_columns(transport: str, launcher: str) -> None:
+    result = run_world(
+        "tests.world.exchange_cases:diamond", ranks=4, launcher=launcher, timeout_s=90, args={"transport": transport}
+    ).check()
+    assert sum(rank["samples"] for rank in result.ranks) == 36
+
+
+def test_a_thousand_steps_reuse_their_buffers() -> None:
+    result = run_world(
+        "tests.world.exchange_cases:thousand_steps",
+        ranks=2,
+        timeout_s=120,
+        args={"transport": "torch", "steps": 1000},
+    ).check()
+    for rank in result.ranks:
+        assert rank["late"] == rank["early"] < 20
+        assert rank["metrics"]["exchange/a/bytes_sent"] > 0
+        assert rank["metrics"]["time/exchange_exposed"] > 0
+        assert rank["metrics"]["exchange/b/local_hit_fraction"] > 0
+        assert 1 <= rank["metrics"]["exchange/a/imbalance_after"] <= rank["metrics"]["exchange/a/imbalance_before"]
+
+
+def test_payload_per_rank_does_not_grow_with_the_world() -> None:
+    result = run_world(
+        "tests.world.exchange_cases:bytes_per_rank", ranks=8, timeout_s=120, args={"transport": "torch"}
+    ).check()
+    for size in ("2", "4", "8"):
+        moved = [rank[size] for rank in result.ranks if size in rank]
+        sent, received = (max(pair[side] for pair in moved) for side in (0, 1))
+        held = 4 * sum(1 + 16 * s for s in range(64))
+        assert held <= sent <= 1.05 * held and received <= 1.05 * held
+
+
+@pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
 def test_faults_are_named_on_every_rank_and_leave_the_channel_usable(transport: str, launcher: str) -> None:
     result = run_world(
         "tests.world.exchange_faults:faults", ranks=3, launcher=launcher, timeout_s=90, args={"transport": transport}
