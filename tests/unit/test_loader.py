@@ -272,6 +272,12 @@ def test_weights(shuffle):
             assert halves == {r: 1 for r in range(10)}
 
 
+def test_each_pass_through_a_weighted_source_has_its_own_order():
+    made = order([40], [0.5])
+    halves = [frozenset(made.prompts(e, 0, 20).tolist()) for e in range(8)]
+    assert all(halves[e] | halves[e + 1] == set(range(40)) for e in range(0, 8, 2)) and len(set(halves)) == 8
+
+
 def test_uneven_weight_uses_all_rows_equally():
     made = order([7], [0.3], seed=2)
     seen = Counter(int(p) % 7 for e in range(70) for p in made.prompts(e, 0, made.length))

@@ -108,19 +108,23 @@ def test_an_empty_prompt_is_refused(tokenizer, tmp_path):
         encode(tokenizer, source_of(tmp_path, {"prompt": [{"role": "user", "content": "a"}]}), chat_template=False)
 
 
+@pytest.mark.parametrize("chat", [True, False])
 @pytest.mark.parametrize("text", TEXTS)
-def test_overlong_is_exactly_more_tokens_than_the_limit(tokenizer, tmp_path, text):
+def test_overlong_is_exactly_more_tokens_than_the_limit(tokenizer, tmp_path, text, chat):
     source = source_of(tmp_path, {"prompt": text})
     row, where = source.row(0), source.where(0)
-    count = len(encode(tokenizer, source))
+    count = len(encode(tokenizer, source, chat_template=chat))
     for limit, overlong in ((count - 1, True), (count, False), (count + 1, False), (10_000, False)):
-        assert PromptEncoder(tokenizer, DataConfig(max_prompt_tokens=limit)).is_overlong(source, row, where) is overlong
+        encoder = PromptEncoder(tokenizer, DataConfig(max_prompt_tokens=limit, chat_template=chat))
+        assert encoder.is_overlong(source, row, where) is overlong
 
 
 def test_the_caller_s_tokenizer_is_left_alone(tokenizer, tmp_path):
+    """Its padding and truncation are state; what one thread sets must neither reach nor come from another."""
     encoder = PromptEncoder(tokenizer, DataConfig())
-    tokenizer.padding_side = "left"
     source = source_of(tmp_path, {"prompt": "a"})
     before = encoder.encode(source, source.row(0), "")
-    tokenizer(["a", "abc"], padding=True, truncation=True, max_length=2)  # sets padding and truncation inside
+    tokenizer(["a", "abc"], padding=True, truncation=True, max_length=2)
+    state = tokenizer._tokenizer.padding, tokenizer._tokenizer.truncation
     assert encoder.encode(source, source.row(0), "") == before
+    assert (tokenizer._tokenizer.padding, tokenizer._tokenizer.truncation) == state != (None, None)

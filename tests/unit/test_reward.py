@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -152,8 +153,9 @@ def test_only_the_guilty_sample_is_lost(pool, what, message, late):
 
 
 def test_the_limit_is_for_one_call_not_for_the_step(pool):
-    scores = score(pool(f"{USER}:slow", workers=1, timeout_s=1.0), [{"seconds": 0.15}] * 10)
-    assert scores.reward == [1.0] * 10 and scores.late == 0
+    # Three calls go to the worker together.
+    scores = score(pool(f"{USER}:slow", workers=1, timeout_s=0.8), [{"seconds": 0.3}] * 12)
+    assert scores.reward == [1.0] * 12 and scores.late == 0
 
 
 @pytest.mark.parametrize("what", ["hang", "block", "raise"])
@@ -336,8 +338,10 @@ from spmd_rl.engines.reward.pool import RewardPool
 from spmd_rl.engines.reward.scores import labels
 functions = [RewardFunctionConfig(function={USER + ":process"!r}), RewardFunctionConfig(function={MINE!r})]
 pool = RewardPool(RewardConfig(functions, workers=1))
-print(int(pool.score([""], [""], [{{}}], [(0, 0, 0)]).result(60).parts[0][0]), flush=True)
+pid = int(pool.score([""], [""], [{{}}], [(0, 0, 0)]).result(60).parts[0][0])
 pool.score([""], [""], [{{"do": "spin"}}], [(0, 0, 0)])
+time.sleep(0.5)  # the worker is in the endless loop now
+print(pid, flush=True)
 time.sleep(3600)
 """
     root = Path(__file__).resolve().parents[2]
@@ -347,7 +351,11 @@ time.sleep(3600)
     rank.kill()
     rank.wait()
     rank.stdout.close()
-    assert ended(pid)
+    try:
+        assert ended(pid)
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 # --- names and dealing
