@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from math import isfinite
 from typing import Any
 
 import torch
@@ -43,7 +44,8 @@ class VllmEngine:
         self._enforce_eager = rollout.enforce_eager
         self._open: dict[str, tuple[Request, int]] = {}  # vLLM's id → request, version at its submission
         self._submitted = 0
-        self._names: set[str] = set()
+        self._names: set[str] = set()  # of the weights that the last update brought
+        self._poisoned = False  # a NaN was computed, so the KV cache may hold some
         prepare_environment()
         with contained():
             self._engine = _start(path, rollout, world, max_model_tokens)
@@ -88,12 +90,18 @@ class VllmEngine:
             initialize_layerwise_reload(model)
             loaded = model.load_weights(_owned(weights, names))
             finalize_layerwise_reload(model, self._engine.vllm_config.model_config)
+            _process_tied(model)
         missing = sorted((expected - loaded) | (self._names - names))
         if missing:
             some = ", ".join(missing[:3])
             raise ValueError(f"weights of version {version}: {len(missing)} parameters were not sent, e.g. {some}")
         self._names = names
         self._engine.reset_prefix_cache(reset_running_requests=True)
+        if self._poisoned:
+            # Free columns of a block have weight 0 in attention, but 0 times NaN is NaN: requests would inherit it.
+            for cache in runner.kv_caches:
+                cache.zero_()
+            self._poisoned = False
         self.version = version
 
     def sleep(self) -> None:
@@ -158,6 +166,7 @@ class VllmEngine:
         tokens, logprobs = list(response.token_ids), list(response.logprobs.logprobs)
         if len(tokens) != len(logprobs):
             raise RuntimeError(f"sample {request.id}: {len(tokens)} tokens, but {len(logprobs)} log-probabilities")
+        self._poisoned |= not all(map(isfinite, logprobs))
         return Completion(request.id, tokens, logprobs, FINISH[response.finish_reason], version)
 
 
@@ -200,6 +209,21 @@ def _start(path: str, rollout: RolloutConfig, world: World, max_model_tokens: in
     )
     engine.engine_core._finalizer.detach()  # it would destroy the default process group; see `release`
     return engine
+
+
+def _process_tied(model: torch.nn.Module) -> None:
+    """Let the modules that share another's weight make what they derive from it anew.
+
+    vLLM's reload processes only the module under whose name the weight came. On the CPU the output layer of a model
+    with tied embeddings would go on with the copy that was packed from the first weights.
+    """
+    owners: set[int] = set()
+    for module in model.modules():
+        own = {id(parameter) for parameter in module.parameters(recurse=False)}
+        quant_method = getattr(module, "quant_method", None)
+        if own & owners and quant_method is not None:
+            quant_method.process_weights_after_loading(module)
+        owners |= own
 
 
 def _owned(weights: Iterable[tuple[str, Tensor]], names: set[str]) -> Iterator[tuple[str, Tensor]]:

@@ -1,0 +1,64 @@
+"""What the tests of both rollout engines share: requests, reference log-probabilities, other weights."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
+
+from spmd_rl.engines.protocol import Completion, Request, Sampling
+from spmd_rl.engines.rollout.draw import processed_logprobs
+from spmd_rl.engines.rollout.seeds import sample_seed
+from tests.tiny_model import make_tiny_model
+
+logging.disable_progress_bar()  # of the reference models: what else appears on stderr is looked at
+
+END = (2, *range(200, 212))  # the tokenizer's, and twelve of the 272 ids, so that a random model ends some responses
+
+
+def make_model(folder: Path, **options: Any) -> Path:
+    """A tiny model whose generation_config.json lists many end ids, and sampling parameters that nobody asked for."""
+    make_tiny_model(folder, **options)
+    hostile = {"eos_token_id": list(END[1:]), "repetition_penalty": 1.1, "top_p": 0.8, "temperature": 0.3, "top_k": 5}
+    (folder / "generation_config.json").write_text(json.dumps({"do_sample": True, **hostile}))
+    return folder
+
+
+def make_requests(
+    prompts: int = 4, samples: int = 3, sampling: Sampling | None = None, length: int = 9, seed: int = 0
+) -> list[Request]:
+    """Groups of prompts of different lengths (`length` and more), no two alike."""
+    sampling = sampling or Sampling(max_tokens=20)
+    generator = torch.Generator().manual_seed(seed)
+    requests = []
+    for prompt in range(prompts):
+        tokens = torch.randint(3, 259, (length + 2 * prompt,), generator=generator).tolist()
+        requests += [
+            Request((0, prompt, sample), tuple(tokens), sampling, sample_seed(seed, "train", 0, prompt, sample))
+            for sample in range(samples)
+        ]
+    return requests
+
+
+def reference_logprobs(folder: Path, requests: Sequence[Request], done: Sequence[Completion]) -> list[Tensor]:
+    """float32 [R] per completion: of its tokens, by one whole forward pass of the model in `folder`."""
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    found = []
+    with torch.no_grad():
+        for request, completion in zip(requests, done, strict=True):
+            logits_TV = model(torch.tensor([[*request.prompt, *completion.tokens]])).logits[0]
+            logits_RV = logits_TV[len(request.prompt) - 1 : -1]
+            logprobs_RV = processed_logprobs(logits_RV, [request.sampling] * len(completion.tokens))
+            found.append(logprobs_RV.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0])
+    return found
+
+
+def state(folder: Path) -> dict[str, Tensor]:
+    """Parameters of the model in `folder` by name, each once, as a trainer sends them."""
+    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
