@@ -54,9 +54,7 @@ class Job:
     opened: closes the engines and the coordinator in the end, also after an error.
     """
 
-    def __init__(
-        self, config: Config, world: World, graph: ResolvedGraph, watch: Liveness, opened: ExitStack
-    ) -> None:
+    def __init__(self, config: Config, world: World, graph: ResolvedGraph, watch: Liveness, opened: ExitStack) -> None:
         self.config, self.world, self.watch, self.graph = config, world, watch, graph
         self.folder = Path(config.run.folder)
         self.plan = make_plan(graph)
@@ -65,13 +63,13 @@ class Job:
             agree(world, "the configuration or the plan", to_yaml(config).encode() + self.plan.digest)
             self.resumed = resolve_resume(self.folder, config.run.resume, run_identity(config), world.control)
         self.done = step_of(self.resumed)
-        self.recorder = Recorder(
-            config.observe, world, self.folder, steps=config.train.steps, restored_step=self.done
-        )
+        self.recorder = Recorder(config.observe, world, self.folder, steps=config.train.steps, restored_step=self.done)
         opened.callback(self.recorder.spans.flush)
         if world.rank == 0:
             (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        self.recorder.start(f"spmd_rl: {config.run.name}", {"launch": describe(world), **derived_sizes(config, world.size)})
+        self.recorder.start(
+            f"spmd_rl: {config.run.name}", {"launch": describe(world), **derived_sizes(config, world.size)}
+        )
         self.engines = self._build(opened)
         self.checkpointer = Checkpointer(self.folder / "checkpoints", world, keep=config.checkpoint.keep)
         edges = [(op.source, op.destination) for op in self.plan.exchanges()]
@@ -102,7 +100,9 @@ class Job:
                 self._save()
         if stopped:
             self._saved(self.checkpointer.wait())
-            self.recorder.say(f"stopped by {self.stop.reason or 'another rank'} after step {self.done}; start again to go on")
+            self.recorder.say(
+                f"stopped by {self.stop.reason or 'another rank'} after step {self.done}; start again to go on"
+            )
         else:
             if self.done == first:
                 raise UserError(f"no step was made: data.epochs={config.data.epochs} had ended by step {first}")

@@ -1,9 +1,9 @@
 """Entry point: every rank runs this same file.
 
-    torchrun --nproc-per-node=2 spmd_rl/main.py configs/quickstart.yaml train.steps=4
-    mpirun -n 2 python spmd_rl/main.py configs/quickstart.yaml
-    srun python spmd_rl/main.py configs/quickstart.yaml
-    python spmd_rl/main.py configs/quickstart.yaml --dry-run --ranks 8
+torchrun --nproc-per-node=2 spmd_rl/main.py configs/quickstart.yaml train.steps=4
+mpirun -n 2 python spmd_rl/main.py configs/quickstart.yaml
+srun python spmd_rl/main.py configs/quickstart.yaml
+python spmd_rl/main.py configs/quickstart.yaml --dry-run --ranks 8
 """
 
 from __future__ import annotations

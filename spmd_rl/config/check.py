@@ -37,7 +37,9 @@ def check(config: Config) -> None:
         )
     for k in config.eval.pass_at:
         if not 1 <= k <= config.eval.samples_per_prompt:
-            raise UserError(f"eval.pass_at={k} needs 1 <= k <= eval.samples_per_prompt={config.eval.samples_per_prompt}")
+            raise UserError(
+                f"eval.pass_at={k} needs 1 <= k <= eval.samples_per_prompt={config.eval.samples_per_prompt}"
+            )
     if not config.data.train:
         raise UserError("data.train is empty: name at least one source (path: or generator:)")
     if not config.reward.functions:

@@ -157,7 +157,7 @@ def _hint_of(key: str) -> Any:
 def _check_names(node: Any, cls: type, prefix: str, where: str) -> None:
     hints = get_type_hints(cls)
     for name in node if isinstance(node, DictConfig) else ():
-        key = f"{prefix}{name}"
+        key = prefix + str(name)
         if name not in hints:
             raise _unknown(key, where)
         section = _section(hints[name])
@@ -169,13 +169,17 @@ def _check_names(node: Any, cls: type, prefix: str, where: str) -> None:
                 raise UserError(f"{where}: {key} wants a list of sections, each starting with '-'")
             for item in child:
                 if not isinstance(item, DictConfig):
-                    raise UserError(f"{where}: each item of {key} is a section with keys such as "
-                                    f"{', '.join(list(get_type_hints(section))[:3])}, not {item!r}")
+                    raise UserError(
+                        f"{where}: each item of {key} is a section with keys such as "
+                        f"{', '.join(list(get_type_hints(section))[:3])}, not {item!r}"
+                    )
                 _check_names(item, section, key + ".", where)
         else:
             if not isinstance(child, DictConfig):
-                raise UserError(f"{where}: {key} is a section with keys such as "
-                                f"{', '.join(list(get_type_hints(section))[:3])}, not a single value")
+                raise UserError(
+                    f"{where}: {key} is a section with keys such as "
+                    f"{', '.join(list(get_type_hints(section))[:3])}, not a single value"
+                )
             _check_names(child, section, key + ".", where)
 
 

@@ -66,7 +66,9 @@ def resolve(graph: Graph, world_size: int) -> ResolvedGraph:
     for stage in graph.stages:
         for column in stage.produces:
             if column in producer:
-                raise UserError(f"column {column!r} is produced twice: by stages {producer[column]!r} and {stage.name!r}")
+                raise UserError(
+                    f"column {column!r} is produced twice: by stages {producer[column]!r} and {stage.name!r}"
+                )
             producer[column] = stage.name
     depends: dict[str, set[str]] = {}
     for stage in graph.stages:

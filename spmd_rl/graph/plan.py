@@ -183,7 +183,8 @@ class _Planner:
             assert output is not None
             output.columns.update(dict.fromkeys(stage.produces, (self._index[stage.name], stage.every)))
         self._before.append(before)
-        self._runs.append(Run(stage, layout, home and home.name, output.name if output and stage.produces else None))
+        made = output.name if output is not None and stage.produces else None
+        self._runs.append(Run(stage, layout, home.name if home is not None else None, made))
 
     def _gather(self, stage: Stage, layout: Layout, before: list[Operation]) -> _Distribution:
         """Plan the exchanges that bring the inputs of `stage` together; the distribution in which they then sit."""
@@ -214,7 +215,12 @@ class _Planner:
         return home
 
     def _exchange(
-        self, stage: Stage, origin: _Distribution, home: _Distribution, columns: tuple[str, ...], before: list[Operation]
+        self,
+        stage: Stage,
+        origin: _Distribution,
+        home: _Distribution,
+        columns: tuple[str, ...],
+        before: list[Operation],
     ) -> None:
         follow = home.is_assigned(stage)
         balance = stage.balance if origin is not home and not follow else None

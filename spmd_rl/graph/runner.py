@@ -10,9 +10,9 @@ import torch
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.schema import Config
+from spmd_rl.data.assignment import Assignment
 from spmd_rl.data.batch import Batch, Column
 from spmd_rl.data.exchange import Coordinator, Pending
-from spmd_rl.data.assignment import Assignment
 from spmd_rl.graph.plan import FinishExchange, Plan, Run, StartExchange
 from spmd_rl.graph.stage import Context, Deferred
 from spmd_rl.observe.metrics import Metrics
@@ -27,7 +27,13 @@ class Runner:
     """
 
     def __init__(
-        self, config: Config, world: World, plan: Plan, engines: Mapping[str, Any], coordinator: Coordinator, watch: Watch
+        self,
+        config: Config,
+        world: World,
+        plan: Plan,
+        engines: Mapping[str, Any],
+        coordinator: Coordinator,
+        watch: Watch,
     ) -> None:
         self._config = config
         self._world = world

@@ -72,5 +72,3 @@ def sample_records(context: Context, batch: Batch, evaluation: bool = False) -> 
         )
         for identity, row, prompt, response, reward, parts, finish in columns
     ]
-
-

@@ -1,7 +1,7 @@
 """GRPO (Shao et al. 2024, arXiv:2402.03300) and its critic-free relatives, as a graph.
 
-    prompts -> rollout -> reward -> advantage -> update -> sync
-                      \\-> old_logprob, ref_logprob -/        (where the settings need them)
+prompts -> rollout -> reward -> advantage -> update -> sync
+                  \\-> old_logprob, ref_logprob -/        (where the settings need them)
 """
 
 from __future__ import annotations

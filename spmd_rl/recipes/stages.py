@@ -27,7 +27,10 @@ from spmd_rl.graph.stage import Context
 
 def prompts(context: Context, _: Batch) -> Batch:
     """The step's prompts of this slot, each `samples_per_prompt` times."""
-    return context.engines["loader"].batch(context.slot, context.slots)
+    batch = context.engines["loader"].batch(context.slot, context.slots)
+    # By identity, as an exchange orders them: samples that need not move are then handed over as they are.
+    ids = batch.ids.tolist()
+    return batch.select(torch.tensor(sorted(range(len(ids)), key=ids.__getitem__), dtype=torch.int64))
 
 
 def rollout(context: Context, batch: Batch) -> Mapping[str, Column]:
@@ -99,6 +102,9 @@ class PendingReward:
             metrics.moments("reward", reward_S[~reward_S.isnan()])
             metrics.sum("reward/excluded", reward_S.isnan().sum())
             metrics.sum("reward/late", scores.late)
+            for extras in scores.extras:
+                for name, value in extras.items():
+                    metrics.mean(f"reward/extra/{name}", value, 1)
             names = labels(self.context.config.reward.functions)
             for name, values_S in zip(names, columns["reward_parts"].values.reshape(-1, len(names)).T, strict=True):
                 valid_S = values_S[~values_S.isnan()]
@@ -166,9 +172,7 @@ def _logprobs(engine: Any, batch: Batch) -> Column:
 def update(context: Context, batch: Batch) -> None:
     """The optimizer steps of this round; the groups are divided among them by the column `turn`."""
     turns = context.config.train.updates_per_step
-    loss = policy_loss(
-        context.config.algorithm, updates_per_step=turns, max_tokens=context.config.rollout.max_tokens
-    )
+    loss = policy_loss(context.config.algorithm, updates_per_step=turns, max_tokens=context.config.rollout.max_tokens)
     turn_S = batch["turn"].as_scalars()
     for turn in range(turns):
         part = batch if turns == 1 else batch.select((turn_S == turn).nonzero().flatten())

@@ -55,7 +55,12 @@ def test_one_line_for_all_ranks(tmp_path, model):
 def test_data_files(tmp_path, model):
     config = tiny_config(tmp_path, model)
     file = tmp_path / "rows.jsonl"
-    source = ["data.train[0].generator=''", "data.train[0].params={}", "data.train[0].size=0", f"data.train[0].path={file}"]
+    source = [
+        "data.train[0].generator=''",
+        "data.train[0].params={}",
+        "data.train[0].size=0",
+        f"data.train[0].path={file}",
+    ]
     file.write_text('{"question": "1+1"}\n')
     said = refusal(config, *source)
     assert "prompt" in said and "question" in said  # the column that is missing, and those that are there

@@ -33,8 +33,11 @@ def slow_rewards(folder: Path) -> None:
     """The same rewards, but step 4 (the second checkpoint is made by then) waits for the executioner."""
     path = folder / "rewards.py"
     path.write_text(
-        path.read_text().replace("    return", f"    import pathlib, time\n    while pathlib.Path({str(folder / 'wait')!r})"
-                                 ".exists():\n        time.sleep(0.1)\n    return")
+        path.read_text().replace(
+            "    return",
+            f"    import pathlib, time\n    while pathlib.Path({str(folder / 'wait')!r})"
+            ".exists():\n        time.sleep(0.1)\n    return",
+        )
     )
 
 
@@ -44,7 +47,11 @@ def children(pid: int) -> list[int]:
 
 
 def alive(pids: list[int]) -> list[int]:
-    return [pid for pid in pids if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]]
+    return [
+        pid
+        for pid in pids
+        if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
+    ]
 
 
 def test_a_killed_rank_is_named_and_the_next_start_goes_on_as_if_nothing_had_been(tmp_path, model, uninterrupted):
@@ -142,7 +149,9 @@ def test_epochs_that_end_before_the_steps_still_give_a_checkpoint(tmp_path, mode
 def test_evaluations_and_the_exported_model(tmp_path, model):
     from transformers import AutoModelForCausalLM
 
-    config = tiny_config(tmp_path, model, eval={"at_start": True, "at_end": True, "every": 1}, checkpoint={"export": True})
+    config = tiny_config(
+        tmp_path, model, eval={"at_start": True, "at_end": True, "every": 1}, checkpoint={"export": True}
+    )
     start(config, "train.steps=2", "observe.samples_per_step=4", ranks=2).check()
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "eval/held_out/pass@1" in line] == [0, 1, 2]

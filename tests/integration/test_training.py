@@ -28,8 +28,19 @@ def same_training(reference, other, tolerance=1e-4):
     assert len(samples(other)) == 5 * 4 * 5 - 4 * 1  # 24 prompts: the last step of the epoch has 4
     for ours, theirs in zip(metrics(other), metrics(reference), strict=True):
         assert ours["step"] == theirs["step"]
-        for name in ("loss/policy", "grad_norm", "reward/mean", "reward/std", "entropy", "lr", "samples",
-                     "response/length_mean", "tokens/generated", "ratio/clip_fraction", "mismatch/kl"):
+        for name in (
+            "loss/policy",
+            "grad_norm",
+            "reward/mean",
+            "reward/std",
+            "entropy",
+            "lr",
+            "samples",
+            "response/length_mean",
+            "tokens/generated",
+            "ratio/clip_fraction",
+            "mismatch/kl",
+        ):
             assert ours[name] == pytest.approx(theirs[name], rel=tolerance, abs=1e-7), (name, ours["step"])
 
 
@@ -41,7 +52,9 @@ def test_world_size_and_launcher_do_not_change_the_training(tmp_path, model, alo
 
 def test_micro_batches_updates_and_sharing_do_not_change_the_training(tmp_path, model, alone):
     config = tiny_config(tmp_path, model)
-    start(config, "train.tokens_per_microbatch=100000", "model.prefix_sharing=false", "train.shard=keep", ranks=2).check()
+    start(
+        config, "train.tokens_per_microbatch=100000", "model.prefix_sharing=false", "train.shard=keep", ranks=2
+    ).check()
     same_training(alone, tmp_path / "run")
 
 

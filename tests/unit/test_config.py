@@ -32,8 +32,14 @@ def good(tmp_path):
 def test_overrides_reach_nested_sections_lists_and_free_mappings(good):
     config = load_config(
         good,
-        ["train.steps=5", "train.optimizer.lr=2e-5", "data.train[0].size=7", "data.train.0.params.max_terms=3",
-         "rollout.stop=['\\n', END]", "run.name=a b"],
+        [
+            "train.steps=5",
+            "train.optimizer.lr=2e-5",
+            "data.train[0].size=7",
+            "data.train.0.params.max_terms=3",
+            "rollout.stop=['\\n', END]",
+            "run.name=a b",
+        ],
     )
     assert (config.train.steps, config.train.optimizer.lr) == (5, 2e-5)
     assert config.data.train[0].size == 7 and config.data.train[0].params == {"min_terms": 2, "max_terms": 3}
@@ -131,9 +137,7 @@ def test_model_folder(tmp_path, good):
 
 def test_every_key_is_read_somewhere_outside_the_schema():
     """A key that no code names does nothing: it must not exist."""
-    code = "\n".join(
-        path.read_text() for path in (ROOT / "spmd_rl").rglob("*.py") if path.parent.name != "config"
-    )
+    code = "\n".join(path.read_text() for path in (ROOT / "spmd_rl").rglob("*.py") if path.parent.name != "config")
     names = {key.rsplit(".", 1)[-1] for key in valid_keys()}
     unread = sorted(name for name in names if not re.search(rf"\.{name}\b", code))
     assert unread == []

@@ -122,10 +122,16 @@ def test_occasional_consumer_does_not_become_the_source_of_a_regular_one():
     [
         ([stage("a", "x", "y"), stage("b", "y", "x")], "cycle: a -> b -> a|cycle: b -> a -> b"),
         ([stage("a", "", "x", after=("a2",))], "after 'a2', which is not a stage"),
-        ([stage("a", "rewrad", ""), stage("b", "", "reward")], "'rewrad', which no stage produces; did you mean 'reward'"),
+        (
+            [stage("a", "rewrad", ""), stage("b", "", "reward")],
+            "'rewrad', which no stage produces; did you mean 'reward'",
+        ),
         ([stage("a", "", "x"), stage("b", "", "x")], "'x' is produced twice: by stages 'a' and 'b'"),
         ([stage("a", "", "x"), stage("a", "x", "")], "two stages are named 'a'"),
-        ([stage("a", "", "x", placement=Placement((0, 7)))], "stage 'a': placed on rank 7, but the world has ranks 0 to 3"),
+        (
+            [stage("a", "", "x", placement=Placement((0, 7)))],
+            "stage 'a': placed on rank 7, but the world has ranks 0 to 3",
+        ),
         ([stage("a", "", "x", placement=Placement((1, 1)))], "twice"),
         ([stage("a", "", "x", placement=Placement(()))], "no rank"),
         ([stage("a", "", "x", placement=Placement(axes={"dp": REST, "tp": 3}))], "does not multiply to its 4 ranks"),
@@ -156,8 +162,15 @@ def random_graph(rng: random.Random, size: int) -> list[Stage]:
         columns = [f"c{w}" for w in wanted]
         balance = Balance() if columns and rng.random() < 0.4 else None
         stages.append(
-            stage(f"s{i}", " ".join(columns), f"c{i}", placement=_somewhere(rng, size), balance=balance,
-                  cost=tuple(columns[:1]), new_samples=not columns or rng.random() < 0.1)
+            stage(
+                f"s{i}",
+                " ".join(columns),
+                f"c{i}",
+                placement=_somewhere(rng, size),
+                balance=balance,
+                cost=tuple(columns[:1]),
+                new_samples=not columns or rng.random() < 0.1,
+            )
         )
     rng.shuffle(stages)
     return stages
