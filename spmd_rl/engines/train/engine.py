@@ -25,6 +25,7 @@ from spmd_rl.data.batch import Batch, Column
 from spmd_rl.engines.protocol import LossFunction, LossTerms
 from spmd_rl.engines.train.attention import PackedBlocks
 from spmd_rl.engines.train.fsdp import accumulating, drop_gathered, recompute_layers, shard
+from spmd_rl.engines.train.host import reuse_freed_memory
 from spmd_rl.engines.train.microbatch import plan_microbatches
 from spmd_rl.engines.train.model import PolicyModel, load_model
 from spmd_rl.engines.train.optimizer import build_optimizer
@@ -53,6 +54,8 @@ class TrainEngine:
         self._keep = config.train.shard == "keep"
         compute = _dtype("model.compute_dtype", config.model.compute_dtype)
         self._rollout_dtype = _dtype("rollout.dtype", config.rollout.dtype)
+        if self._device.type == "cpu":
+            reuse_freed_memory()
         model = load_model(config.model.path, torch.float32 if trainable else compute, verify=trainable)
         model.requires_grad_(trainable)
         # Greedy sampling has no temperature to divide by; its policy is read at 1.

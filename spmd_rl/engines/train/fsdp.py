@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
+from spmd_rl.engines.train.host import GlooReduceScatter
 from spmd_rl.engines.train.model import PolicyModel, decoder_layers
 
 
@@ -31,6 +32,8 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype, kee
             # The loss is normalised by counts over all ranks already, so gradients add up; a mean would divide twice.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)  # the plain SUM, which every backend has
+            if mesh.device_type == "cpu":
+                module.set_custom_reduce_scatter(GlooReduceScatter())
 
 
 def recompute_layers(policy: PolicyModel) -> None:

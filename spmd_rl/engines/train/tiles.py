@@ -1,8 +1,9 @@
-"""Exact attention over packed blocks without a fused kernel: batched matrix products over tiles, in float32.
+"""Exact attention over packed blocks without a fused kernel: batched matrix products over tiles.
 
 A tile is a prefix (possibly empty) and sequences, padded to one length, that see the prefix and causally themselves;
 a long sequence is cut into ranges of query rows. The backward pass computes the probabilities again, as flash
 attention does (Dao et al., 2022, arXiv:2205.14135), so that nothing of the size query x key outlives its tile.
+Products are made in the dtype of the inputs, everything between them (softmax, sums over tiles) in float32.
 """
 
 from __future__ import annotations
@@ -17,26 +18,34 @@ from torch import Tensor
 from spmd_rl.engines.train.packing import Block, Span
 
 SCORES_PER_TILE = 1 << 18  # of one query head: 1 MiB of float32
-MIN_FILL = 0.75  # a sequence joins a tile of longer ones if it fills so much of its row
+MIN_FILL = 0.75  # a sequence joins a tile of longer ones if it fills so much of its row,
+MAX_WASTE = 1 << 12  # or wastes at most so many scores of one head: less work than a tile of its own
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` sequences of `length` tokens (padded) behind one prefix; queries are the rows `first:last` of each.
+    """`rows` sequences of `length` tokens behind one prefix; queries are the rows `first:last` of each.
 
-    token_RL: int64 [rows, length], where each token lies in the packed row (padding repeats the sequence's last
-    token); real_RQ: bool [rows, last - first], false for padding, or None where there is none.
+    start: of the first sequence, where all have the same length and lie one behind the other; else None, and
+    token_N: int64 [rows * length], where each token lies in the packed row (padding repeats the sequence's last
+    token); real_N: int64, the entries of token_N that are no padding.
     """
 
     prefix: Span
-    token_RL: Tensor
+    rows: int
+    length: int
     first: int
     last: int
-    real_RQ: Tensor | None
+    start: int | None
+    token_N: Tensor | None = None
+    real_N: Tensor | None = None
 
 
 def plan_tiles(blocks: Sequence[Block], scores_per_tile: int = SCORES_PER_TILE) -> tuple[Tile, ...]:
-    """Tiles that cover each query once and each (query, key) pair that may see each other once."""
+    """Tiles that cover each query once and each (query, key) pair that may see each other once.
+
+    The tiles of the prefixes themselves come first: a tile with `token_N` is then always the first with its keys.
+    """
     none = Span(0, 0)
     tiles = list(_bundle(none, [block.prefix for block in blocks], scores_per_tile))
     for block in blocks:
@@ -48,25 +57,31 @@ def _bundle(prefix: Span, sequences: Sequence[Span], budget: int) -> Iterator[Ti
     """Sequences of similar length share a tile; one that is too long for a tile is cut by query rows."""
     waiting = sorted(sequences, key=lambda s: (-s.length, s.start))
     while waiting:
-        length = waiting[0].length
+        start, length = waiting[0]
         keys = prefix.length + length
         if length * keys > budget:
             rows = max(budget // keys, 32)
-            token_RL = torch.arange(waiting[0].start, waiting[0].start + length)[None]
             for first in range(0, length, rows):
                 last = min(first + rows, length)
-                yield Tile(prefix, token_RL[:, :last], first, last, None)
+                yield Tile(prefix, 1, last, first, last, start)
             waiting = waiting[1:]
             continue
         most = max(1, budget // (length * keys))
-        count = sum(s.length >= MIN_FILL * length for s in waiting[:most])
-        lengths = torch.tensor([s.length for s in waiting[:count]])
-        starts = torch.tensor([s.start for s in waiting[:count]])
-        column = torch.arange(length)
-        token_RL = starts[:, None] + torch.minimum(column, lengths[:, None] - 1)
-        real_RQ = None if bool((lengths == length).all()) else column < lengths[:, None]
-        yield Tile(prefix, token_RL, 0, length, real_RQ)
+        least = min(MIN_FILL * length, length - MAX_WASTE / keys)
+        count = sum(s.length >= least for s in waiting[:most])
+        yield _tile(prefix, waiting[:count])
         waiting = waiting[count:]
+
+
+def _tile(prefix: Span, sequences: Sequence[Span]) -> Tile:
+    start, length = sequences[0]
+    if all(s == (start + i * length, length) for i, s in enumerate(sequences)):
+        return Tile(prefix, len(sequences), length, 0, length, start)
+    starts, lengths = torch.tensor(sequences).T
+    column = torch.arange(length)
+    token_N = (starts[:, None] + torch.minimum(column, lengths[:, None] - 1)).flatten()
+    real_N = (column < lengths[:, None]).flatten().nonzero()[:, 0]
+    return Tile(prefix, len(sequences), length, 0, length, None, token_N, real_N)
 
 
 class TiledAttention(torch.autograd.Function):
@@ -74,10 +89,12 @@ class TiledAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scale: float, tiles: Sequence[Tile]) -> Tensor:
-        out_THD = torch.empty(q_THD.shape, dtype=q_THD.dtype)
+        q_THD, k_THD, v_THD = q_THD.contiguous(), k_THD.contiguous(), v_THD.contiguous()
+        out_THD = torch.empty_like(q_THD)
         for tile in tiles:
-            work = _TileWork(tile, q_THD, k_THD, v_THD, scale)
-            work.scatter_queries(out_THD, work.weighted(work.probabilities(), work.prefix_v, work.own_v))
+            work = _TileWork(tile, q_THD, k_THD, v_THD)
+            probs = work.probabilities(scale).to(q_THD.dtype)
+            work.put_queries(out_THD, work.weighted(probs, work.prefix_v, work.own_v))
         ctx.save_for_backward(q_THD, k_THD, v_THD, out_THD)
         ctx.scale, ctx.tiles = scale, tiles
         return out_THD
@@ -85,102 +102,118 @@ class TiledAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_THD: Tensor) -> tuple[Tensor | None, ...]:
         q_THD, k_THD, v_THD, out_THD = ctx.saved_tensors
-        dq_THD = torch.empty(q_THD.shape, dtype=torch.float32)
-        dk_THD = torch.zeros(k_THD.shape, dtype=torch.float32)
-        dv_THD = torch.zeros(v_THD.shape, dtype=torch.float32)
+        grad_THD = grad_THD.contiguous()
+        dq_THD = torch.empty_like(q_THD)
+        between = torch.float64 if q_THD.dtype == torch.float64 else torch.float32
+        dk_THD, dv_THD = torch.zeros(k_THD.shape, dtype=between), torch.zeros(v_THD.shape, dtype=between)
         for tile in ctx.tiles:
-            work = _TileWork(tile, q_THD, k_THD, v_THD, ctx.scale)
-            grad, out = work.gather_queries(grad_THD), work.gather_queries(out_THD)
+            work = _TileWork(tile, q_THD, k_THD, v_THD)
+            grad, out = work.take_queries(grad_THD), work.take_queries(out_THD)
             if (real := work.real_rows()) is not None:
-                grad = grad * real  # padding rows are no output: nothing flows back through them
-            delta = (grad * out).sum(-1, keepdim=True)
-            probs = work.probabilities()
-            work.scatter_keys(dv_THD, *work.transposed(probs, grad))
-            dscores = work.products(grad, work.prefix_v, work.own_v).sub_(delta).mul_(probs)
-            work.scatter_keys(dk_THD, *work.transposed(dscores, work.q))
-            work.scatter_queries(dq_THD, work.weighted(dscores, work.prefix_k, work.own_k).mul_(ctx.scale))
-        return dq_THD.to(q_THD.dtype), dk_THD.to(k_THD.dtype), dv_THD.to(v_THD.dtype), None, None
+                grad.mul_(real)  # padding is no output: nothing flows back through it
+            probs = work.probabilities(ctx.scale)
+            work.add_keys(dv_THD, *work.transposed(probs.to(grad.dtype), grad))
+            delta = (out.to(between) * grad).sum(-1, keepdim=True)
+            dscores = work.products(grad, work.prefix_v, work.own_v).sub_(delta).mul_(probs).mul_(ctx.scale)
+            dscores = dscores.to(grad.dtype)
+            work.add_keys(dk_THD, *work.transposed(dscores, work.q))
+            work.put_queries(dq_THD, work.weighted(dscores, work.prefix_k, work.own_k))
+        return dq_THD, dk_THD.to(k_THD.dtype), dv_THD.to(v_THD.dtype), None, None
 
 
 class _TileWork:
-    """One tile's operands in float32, laid out so that each product is one call.
+    """One tile's operands, laid out so that each product is one call.
 
     With H key heads, G query heads for each, R rows of Q queries and L own keys behind P prefix keys:
     q [H, R * G * Q, D]; prefix_k, prefix_v [H, P, D]; own_k, own_v [H * R, L, D]; scores [H, R * G * Q, P + L].
     """
 
-    def __init__(self, tile: Tile, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor, scale: float) -> None:
+    def __init__(self, tile: Tile, q_THD: Tensor, k_THD: Tensor, v_THD: Tensor) -> None:
         self.tile = tile
         self.heads, self.dim = k_THD.shape[1], k_THD.shape[2]
         self.per_head = q_THD.shape[1] // self.heads
-        self.rows, self.length = tile.token_RL.shape
-        self.query_tokens = tile.token_RL[:, tile.first : tile.last]
-        self.q = self.gather_queries(q_THD).mul_(scale)
-        (self.prefix_k, self.own_k), (self.prefix_v, self.own_v) = self._gather_keys(k_THD), self._gather_keys(v_THD)
+        self.queries = tile.last - tile.first
+        self.q = self.take_queries(q_THD)
+        (self.prefix_k, self.own_k), (self.prefix_v, self.own_v) = self._take_keys(k_THD), self._take_keys(v_THD)
 
-    def gather_queries(self, x_THD: Tensor) -> Tensor:
-        """[H, R * G * Q, D], float32, a copy."""
-        x = x_THD[self.query_tokens].view(*self.query_tokens.shape, self.heads, self.per_head, self.dim)
-        out = torch.empty(self.heads, self.rows, self.per_head, self.query_tokens.shape[1], self.dim)
-        return out.copy_(x.permute(2, 0, 3, 1, 4)).view(self.heads, -1, self.dim)
+    def _rows(self, x_THD: Tensor, first: int) -> Tensor:
+        """The tokens of all rows from `first` on, [R * n, ...]; a view where they are consecutive."""
+        if self.tile.start is None:
+            return x_THD.index_select(0, self.tile.token_N)
+        return x_THD[self.tile.start + first : self.tile.start + self.tile.rows * self.tile.length]
 
-    def _gather_keys(self, x_THD: Tensor) -> tuple[Tensor, Tensor]:
+    def take_queries(self, x_THD: Tensor) -> Tensor:
+        """[H, R * G * Q, D], a copy."""
+        shape = self.tile.rows, self.queries, self.heads, self.per_head, self.dim
+        x = self._rows(x_THD, self.tile.first).view(shape).permute(2, 0, 3, 1, 4)
+        return torch.empty(x.shape, dtype=x.dtype).copy_(x).view(self.heads, -1, self.dim)
+
+    def _take_keys(self, x_THD: Tensor) -> tuple[Tensor, Tensor]:
         start, length = self.tile.prefix
-        prefix = torch.empty(self.heads, length, self.dim).copy_(x_THD[start : start + length].transpose(0, 1))
-        own = torch.empty(self.heads, self.rows, self.length, self.dim)
-        own.copy_(x_THD[self.tile.token_RL].permute(2, 0, 1, 3))
-        return prefix, own.view(-1, self.length, self.dim)
+        prefix = x_THD[start : start + length].transpose(0, 1).contiguous()
+        x = self._rows(x_THD, 0).view(self.tile.rows, self.tile.length, self.heads, self.dim).permute(2, 0, 1, 3)
+        return prefix, torch.empty(x.shape, dtype=x.dtype).copy_(x).view(-1, self.tile.length, self.dim)
 
     def real_rows(self) -> Tensor | None:
-        """float32 [1, R * G * Q, 1]: 0 for padding; None where nothing is padded."""
-        if self.tile.real_RQ is None:
+        """[1, R * G * Q, 1]: 0 for padding, else 1; None where nothing is padded."""
+        if self.tile.real_N is None or len(self.tile.real_N) == self.tile.rows * self.tile.length:
             return None
-        return self.tile.real_RQ[:, None].expand(-1, self.per_head, -1).reshape(1, -1, 1).float()
+        real = self.q.new_zeros(self.tile.rows * self.tile.length).index_fill_(0, self.tile.real_N, 1.0)
+        return real.view(self.tile.rows, 1, -1).expand(-1, self.per_head, -1).reshape(1, -1, 1)
 
     def products(self, x: Tensor, prefix: Tensor, own: Tensor) -> Tensor:
-        """x [H, R * G * Q, D] times each key row -> [H, R * G * Q, P + L]."""
-        own_part = torch.bmm(x.view(self.heads * self.rows, -1, self.dim), own.transpose(1, 2))
-        own_part = own_part.view(self.heads, -1, self.length)
+        """x [H, R * G * Q, D] times each key row -> [H, R * G * Q, P + L], float32 (float64 for float64)."""
+        between = torch.float64 if x.dtype == torch.float64 else torch.float32
+        own_part = torch.bmm(x.view(own.shape[0], -1, self.dim), own.transpose(1, 2))
+        own_part = own_part.view(self.heads, -1, self.tile.length)
         if prefix.shape[1] == 0:
-            return own_part
-        return torch.cat([torch.bmm(x, prefix.transpose(1, 2)), own_part], dim=-1)
+            return own_part.to(between)
+        return torch.cat([torch.bmm(x, prefix.transpose(1, 2)), own_part], dim=-1).to(between)
 
-    def probabilities(self) -> Tensor:
+    def probabilities(self, scale: float) -> Tensor:
         """[H, R * G * Q, P + L]; a key after its query has 0."""
-        scores = self.products(self.q, self.prefix_k, self.own_k)
-        queries = torch.arange(self.tile.first, self.tile.last)
-        later = torch.arange(self.length) > queries[:, None]
-        own_part = scores[..., self.tile.prefix.length :].view(self.heads, -1, len(queries), self.length)
+        scores = self.products(self.q, self.prefix_k, self.own_k).mul_(scale)
+        later = torch.arange(self.tile.length) > torch.arange(self.tile.first, self.tile.last)[:, None]
+        own_part = scores[..., self.tile.prefix.length :].view(self.heads, -1, *later.shape)
         own_part.masked_fill_(later, float("-inf"))
         return scores.softmax(-1)
 
     def weighted(self, weights: Tensor, prefix: Tensor, own: Tensor) -> Tensor:
         """Key rows summed by weights [H, R * G * Q, P + L] -> [H, R * G * Q, D]."""
         split = prefix.shape[1]
-        own_weights = weights.view(self.heads * self.rows, -1, weights.shape[-1])[..., split:]
-        out = torch.bmm(own_weights, own).view(self.heads, -1, self.dim)
+        out = torch.bmm(weights.view(own.shape[0], -1, weights.shape[-1])[..., split:], own)
+        out = out.view(self.heads, -1, self.dim)
         return out.baddbmm_(weights[..., :split], prefix) if split else out
 
     def transposed(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [H, R * G * Q, D] summed by weights onto the keys -> [H, P, D], [H * R, L, D]."""
-        split = self.tile.prefix.length
-        own_weights = weights.view(self.heads * self.rows, -1, weights.shape[-1])[..., split:]
-        own = torch.bmm(own_weights.transpose(1, 2), x.view(self.heads * self.rows, -1, self.dim))
+        split, batches = self.tile.prefix.length, self.heads * self.tile.rows
+        own_weights = weights.view(batches, -1, weights.shape[-1])[..., split:]
+        own = torch.bmm(own_weights.transpose(1, 2), x.view(batches, -1, self.dim))
         return torch.bmm(weights[..., :split].transpose(1, 2), x), own
 
-    def scatter_queries(self, target_THD: Tensor, x: Tensor) -> None:
-        """The inverse of `gather_queries`; padding is dropped."""
-        x = x.view(self.heads, self.rows, self.per_head, -1, self.dim).permute(1, 3, 0, 2, 4)
-        x = x.reshape(*self.query_tokens.shape, -1, self.dim).to(target_THD.dtype)
-        tokens = self.query_tokens
-        if (real := self.tile.real_RQ) is not None:
-            x, tokens = x[real], tokens[real]
-        target_THD[tokens] = x
+    def put_queries(self, target_THD: Tensor, x: Tensor) -> None:
+        """The inverse of `take_queries`; padding is dropped."""
+        x = x.view(self.heads, self.tile.rows, self.per_head, -1, self.dim).permute(1, 3, 0, 2, 4)
+        if self.tile.start is not None:
+            self._rows(target_THD, self.tile.first).view(x.shape).copy_(x)
+            return
+        self._put_real(target_THD, x.reshape(-1, *target_THD.shape[1:]))
 
-    def scatter_keys(self, target_THD: Tensor, prefix: Tensor, own: Tensor) -> None:
-        """Adds gradients of the prefix and of the own keys. A padding key is seen by padding alone: it adds 0."""
+    def add_keys(self, target_THD: Tensor, prefix: Tensor, own: Tensor) -> None:
+        """Adds what belongs to the prefix and to the own keys. Padding keys are seen by padding alone: nothing is lost."""
         start, length = self.tile.prefix
         target_THD[start : start + length] += prefix.transpose(0, 1)
-        own = own.view(self.heads, -1, self.length, self.dim)
-        own = own.permute(1, 2, 0, 3).reshape(-1, self.heads, self.dim)
-        target_THD.index_add_(0, self.tile.token_RL.flatten(), own)
+        own = own.view(self.heads, -1, self.tile.length, self.dim).permute(1, 2, 0, 3)
+        if self.tile.start is not None:
+            rows = self._rows(target_THD, 0)
+            rows.view(own.shape).add_(own)
+            return
+        self._put_real(target_THD, own.reshape(-1, *target_THD.shape[1:]))  # the first with these keys: nothing to add to
+
+    def _put_real(self, target_THD: Tensor, x_NHD: Tensor) -> None:
+        token_N, real_N = self.tile.token_N, self.tile.real_N
+        assert token_N is not None and real_N is not None
+        if len(real_N) < len(token_N):
+            token_N, x_NHD = token_N[real_N], x_NHD.index_select(0, real_N)
+        target_THD.index_copy_(0, token_N, x_NHD.to(target_THD.dtype))
