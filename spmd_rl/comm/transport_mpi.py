@@ -7,8 +7,10 @@ different threads; MPI must support that (MPI_THREAD_MULTIPLE).
 
 from __future__ import annotations
 
+import functools
+import os
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,8 @@ from spmd_rl.config.errors import UserError
 Int64 = NDArray[np.int64]
 UNIT = 16  # bytes that payload counts and displacements are given in: MPI's are 32-bit, so 2 GiB become 32 GiB
 LARGEST = 2**31 - 1
-_EAGER_S = 0.002  # a wait begins by testing without a pause; then the pauses grow
+_EAGER_S = 0.002  # a wait begins by testing again and again, only giving way to others; then the pauses grow
+_SLOWEST = 2e8  # bytes per second: while payload may still be flowing, pauses would hold it up (MPI moves it in tests)
 _LONGEST_PAUSE_S = 0.001
 _TELL_S = 1.0  # a rank that has waited so long leaves word that it is there
 
@@ -100,19 +103,22 @@ class MpiChannel:
             [buffer.numpy(), self._counts(sizes, self.ranks), self._unit]
             for buffer, sizes in ((send, send_N), (recv, recv_N))
         ]
-        self._finish("all_to_all", lambda: self._comm.Ialltoallv(*parts), parts)
+        moved = int(send_N.sum() + recv_N.sum())
+        self._finish("all_to_all", lambda: self._comm.Ialltoallv(*parts), parts, payload=moved)
 
     def send(self, data: Tensor, ranks: Sequence[int]) -> None:
         count, _ = self._counts(np.array([data.numel()]), ranks)
         buffer = [data.numpy(), int(count[0]), self._unit]
         for rank in ranks:
             place = self.ranks.index(rank)
-            self._finish(f"send to rank {rank}", lambda place=place: self._comm.Isend(buffer, place), buffer)
+            begin = functools.partial(self._comm.Isend, buffer, place)
+            self._finish(f"send to rank {rank}", begin, buffer, payload=data.numel())
 
     def receive(self, data: Tensor, rank: int) -> None:
         count, _ = self._counts(np.array([data.numel()]), [rank])
         buffer, place = [data.numpy(), int(count[0]), self._unit], self.ranks.index(rank)
-        self._finish(f"receive from rank {rank}", lambda: self._comm.Irecv(buffer, place), buffer)
+        begin = functools.partial(self._comm.Irecv, buffer, place)
+        self._finish(f"receive from rank {rank}", begin, buffer, payload=data.numel())
 
     @staticmethod
     def _counts(sizes: Int64, ranks: Sequence[int]) -> tuple[Int64, Int64]:
@@ -122,8 +128,9 @@ class MpiChannel:
             raise TransportError(f"a message of {int(sizes.sum())} bytes: multiples of {UNIT} up to 32 GiB can be sent")
         return counts, np.cumsum(counts) - counts
 
-    def _finish(self, what: str, begin: Any, *memory: Any) -> None:
-        """Start a request and test it until it is complete."""
+    def _finish(self, what: str, begin: Callable[[], Any], *memory: Any, payload: int = 0) -> None:
+        """Start a request and test it until it is complete. payload: bytes that it moves, if they are many."""
+        eager_s = _EAGER_S + payload / _SLOWEST
         self._calls += 1
         started = time.monotonic()
         pause, told = 0.0, False
@@ -140,8 +147,10 @@ class MpiChannel:
                     raise TransportError(
                         f"{what} not complete within {self._timeout_s:g} s on rank {self.rank}{absent}"
                     )
-                if waited > _EAGER_S:
+                if waited < eager_s:
+                    os.sched_yield()
+                else:
                     pause = min(_LONGEST_PAUSE_S, 1.25 * pause + 2e-6)
-                time.sleep(pause)
+                    time.sleep(pause)
         except self._mpi.Exception as error:
             raise TransportError(f"{what} failed on rank {self.rank}: {error}{self._roll.say(self._calls)}") from None

@@ -19,6 +19,8 @@ from spmd_rl.comm.world import World
 
 Int64 = NDArray[np.int64]
 
+_COPIED = 1 << 24  # bytes that a rank copies, at most, to save hops
+
 
 class TorchTransport:
     name = "torch"
@@ -61,10 +63,7 @@ class TorchChannel:
         self._calls = 0
 
     def all_gather(self, words_K: Int64) -> Int64:
-        gathered = torch.empty(len(self.ranks) * len(words_K), dtype=torch.int64)
-        with self._named("all_gather"):
-            dist.all_gather_into_tensor(gathered, torch.from_numpy(words_K), group=self.control)
-        return gathered.numpy().reshape(len(self.ranks), -1)
+        return self._gather_equal(torch.from_numpy(words_K)).numpy().reshape(len(self.ranks), -1)
 
     def all_gather_bytes(self, data: Tensor, sizes_N: Int64) -> Tensor:
         """The collective wants equal sizes. Where the ranks' sizes are far from equal (one rank may hold everything)
@@ -95,9 +94,15 @@ class TorchChannel:
         return self._gather_equal(share)[:total]
 
     def _gather_equal(self, share: Tensor) -> Tensor:
-        gathered = torch.empty(len(self.ranks) * share.numel(), dtype=torch.uint8)
+        """Gloo's all-gather is a ring: each rank waits for as many hops as there are ranks. As long as a copy for
+        every peer is small, an all-to-all brings the same in a single hop."""
+        count = len(self.ranks)
+        gathered = torch.empty(count * share.numel(), dtype=share.dtype)
         with self._named("all_gather of metadata"):
-            dist.all_gather_into_tensor(gathered, share, group=self.control)
+            if gathered.numel() * gathered.element_size() <= _COPIED:
+                dist.all_to_all_single(gathered, share.repeat(count), group=self.control)
+            else:
+                dist.all_gather_into_tensor(gathered, share, group=self.control)
         return gathered
 
     def broadcast(self, data: Tensor, root: int) -> None:

@@ -54,22 +54,63 @@ class Claim:
 
 
 @dataclass(frozen=True)
+class Known:
+    """What all ranks of a channel remember of the last exchange of an edge. room: bytes of rows that travel with the
+    header, so that an exchange no larger than the last one costs a single round."""
+
+    schema: Schema
+    room: int = 0
+
+
+NOTHING_KNOWN = Known(Schema(()))
+
+
+@dataclass(frozen=True)
 class Agreed:
-    """replicas_hold: every rank of a source slot has the slot's samples; bytes: of metadata that came in."""
+    """replicas_hold: every rank of a source slot has the slot's samples; bytes: of metadata that came in; known: for
+    the next exchange of this edge."""
 
     metadata: Metadata
     replicas_hold: bool
     bytes: int
+    known: Known
 
 
-def agree(channel: Channel, claim: Claim, source: Layout, known: Schema | None) -> Agreed:
+def agree(channel: Channel, claim: Claim, source: Layout, known: Known) -> Agreed:
     """Compare the ranks' claims and gather the metadata of all samples.
 
-    known: the schema of the edge's last exchange, the same on all ranks; another one is broadcast first.
-    Raises ExchangeError on every rank where any rank brings a fault, or two disagree.
+    known: from the edge's last exchange over this channel. Raises ExchangeError on every rank where any rank brings a
+    fault, or two disagree.
     """
-    words = channel.all_gather(claim.header.encode())
-    static, samples, columns, schemas, _, _, faults, _ = words.T
+    message = np.zeros(HEADER_WORDS + known.room // 8, dtype=np.int64)
+    message[:HEADER_WORDS] = claim.header.encode()
+    if claim.rows.numel() <= known.room:
+        message[HEADER_WORDS:].view(np.uint8)[: claim.rows.numel()] = claim.rows.numpy()
+    words = channel.all_gather(message)
+    place_of = {rank: place for place, rank in enumerate(channel.ranks)}
+    head_places = np.array([place_of[rank] for rank in source.heads])
+    _check(channel, claim, words, head_places)
+    hold = _replicas_hold(channel, words, source, place_of)
+    schema = _schema(channel, claim, words, known.schema)
+
+    samples = words[head_places, 1]
+    sizes = np.zeros(len(channel.ranks), dtype=np.int64)
+    sizes[head_places] = samples * row_stride(len(schema.columns))
+    largest, received = int(sizes.max()), words.nbytes
+    if largest <= known.room:
+        rows = _rows_beside_headers(words, sizes, head_places)
+    else:
+        rows = _in_slot_order(channel.all_gather_bytes(claim.rows, sizes).numpy(), sizes, head_places)
+        received += rows.nbytes
+    # Padding all ranks to the largest must not multiply the bytes: not where one rank holds most samples.
+    even = largest * len(sizes) <= 2 * int(sizes.sum()) + 4096 * len(sizes)
+    room = (largest + largest // 8 + 63) // 64 * 64 if even else 0
+    return Agreed(decode_rows(rows, schema, samples), hold, received, Known(schema, room))
+
+
+def _check(channel: Channel, claim: Claim, words: np.ndarray, head_places: np.ndarray) -> None:
+    """Raises ExchangeError for a rank's own fault, and where ranks mean different exchanges or have other columns."""
+    static, samples, columns, schemas, _, _, faults = words.T[:7]
     if faults.any():
         texts = _texts(channel, claim.fault)
         first = int(np.flatnonzero(faults)[0])
@@ -78,39 +119,29 @@ def agree(channel: Channel, claim: Claim, source: Layout, known: Schema | None) 
         raise ExchangeError(f"rank {channel.ranks[first]}: {texts[first]}{more}")
     if (static != static[0]).any():
         raise ExchangeError(_disagreement(channel, _texts(channel, claim.description)))
-
-    place_of = {rank: place for place, rank in enumerate(channel.ranks)}
-    head_places = np.array([place_of[rank] for rank in source.heads])
-    head_samples = samples[head_places]
-    hold = _replicas_hold(channel, words, source, place_of)
     with_columns = np.flatnonzero(columns)
-    bare = head_places[(head_samples > 0) & (columns[head_places] == 0)]
+    odd = with_columns[schemas[with_columns] != schemas[with_columns[:1]]]
+    bare = head_places[(samples[head_places] > 0) & (columns[head_places] == 0)] if with_columns.size else odd
+    if odd.size or bare.size:
+        texts = _texts(channel, claim.schema.encode().decode() if claim.schema else "no columns")
+        places = int(with_columns[0]), int(odd[0]) if odd.size else int(bare[0])
+        one, two = (f"rank {channel.ranks[place]} has {texts[place]}" for place in places)
+        raise ExchangeError(f"columns differ: {one}, {two}")
+
+
+def _schema(channel: Channel, claim: Claim, words: np.ndarray, known: Schema) -> Schema:
+    """The columns of the exchange: those of the edge's last one, or broadcast by the first rank that has any."""
+    with_columns = np.flatnonzero(words[:, 2])
     if not with_columns.size:
-        schema = Schema(())
-    else:
-        root = int(with_columns[0])
-        odd = with_columns[schemas[with_columns] != schemas[root]]
-        if odd.size or bare.size:
-            other = int(odd[0]) if odd.size else int(bare[0])
-            texts = _texts(channel, claim.schema.encode().decode() if claim.schema else "no columns")
-            one, two = (f"rank {channel.ranks[place]} has {texts[place]}" for place in (root, other))
-            raise ExchangeError(f"columns differ: {one}, {two}")
-        schema = _share_schema(channel, claim.schema, known, Header.decode(words[root]), channel.ranks[root])
-    sizes = np.zeros(len(channel.ranks), dtype=np.int64)
-    sizes[head_places] = head_samples * row_stride(len(schema.columns))
-    rows = _in_slot_order(channel.all_gather_bytes(claim.rows, sizes).numpy(), sizes, head_places)
-    received = int(sizes.sum()) + HEADER_WORDS * 8 * len(channel.ranks)
-    return Agreed(decode_rows(rows, schema, head_samples), hold, received)
-
-
-def _share_schema(channel: Channel, own: Schema | None, known: Schema | None, header: Header, root: int) -> Schema:
-    """The schema that `header` announces: the edge's last one, or broadcast by `root`."""
-    if known is not None and known.digest == header.schema:
+        return Schema(())
+    root = int(with_columns[0])
+    header = Header.decode(words[root])
+    if known.columns and known.digest == header.schema:
         return known
     data = torch.zeros(header.schema_bytes, dtype=torch.uint8)
-    if own is not None and own.digest == header.schema:
-        data = torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)
-    channel.broadcast(data, root)
+    if claim.schema is not None:
+        data = torch.frombuffer(bytearray(claim.schema.encode()), dtype=torch.uint8)
+    channel.broadcast(data, channel.ranks[root])
     return Schema.decode(data.numpy().tobytes())
 
 
@@ -127,6 +158,15 @@ def _replicas_hold(channel: Channel, words: np.ndarray, source: Layout, place_of
         head, other = channel.ranks[places[slot, 0]], channel.ranks[places[slot, replica]]
         raise ExchangeError(f"ranks {head} and {other} hold different samples, but both serve slot {slot} of {source}")
     return bool(same.all())
+
+
+def _rows_beside_headers(words: np.ndarray, sizes_N: np.ndarray, head_places: np.ndarray) -> np.ndarray:
+    """uint8: the rows of the source's slots, cut out of the padded messages."""
+    padded = np.ascontiguousarray(words[head_places, HEADER_WORDS:]).view(np.uint8)
+    sizes = sizes_N[head_places]
+    if (sizes == padded.shape[1]).all():
+        return padded.reshape(-1)
+    return padded[np.arange(padded.shape[1]) < sizes[:, None]]
 
 
 def _in_slot_order(data: np.ndarray, sizes_N: np.ndarray, head_places: np.ndarray) -> np.ndarray:

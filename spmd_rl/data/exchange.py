@@ -7,27 +7,24 @@ the same pure computation everywhere, over metadata that was gathered; then each
 from __future__ import annotations
 
 import copy
-import queue
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any
 
-import torch
 from torch import Tensor
 
-from spmd_rl.comm.transport import Channel, Transport, TransportError
+from spmd_rl.comm.transport import Transport, TransportError
 from spmd_rl.comm.world import World
-from spmd_rl.data.agreement import Claim, ExchangeError, agree
+from spmd_rl.data.agreement import NOTHING_KNOWN, Claim, ExchangeError, agree
 from spmd_rl.data.assignment import Assignment, assign
 from spmd_rl.data.balance import Balance
 from spmd_rl.data.batch import Batch
-from spmd_rl.data.buffers import Arenas, Scratch
+from spmd_rl.data.buffers import Arenas
 from spmd_rl.data.counters import EdgeCounters
 from spmd_rl.data.exchange_plan import RankPlan, anything_moves, plan_rank
+from spmd_rl.data.lane import Lane
 from spmd_rl.data.layout import Layout
 from spmd_rl.data.metadata import Schema
 from spmd_rl.observe.metrics import Metrics
@@ -61,7 +58,8 @@ class Exchange:
 class Pending:
     """An exchange on its way."""
 
-    def __init__(self, future: Future[tuple[Batch, Assignment]], waited: Callable[[float], None]) -> None:
+    def __init__(self, lane: Lane, future: Future[tuple[Batch, Assignment]], waited: Callable[[float], None]) -> None:
+        self._lane = lane
         self._future = future
         self._waited = waited
 
@@ -76,7 +74,7 @@ class Pending:
         """
         begin = time.perf_counter()
         try:
-            return self._future.result()
+            return self._lane.result(self._future)
         finally:
             self._waited(time.perf_counter() - begin)
 
@@ -87,23 +85,22 @@ class Coordinator:
     edges: the (source, target) layouts of all exchanges to come; a channel for each distinct union of ranks is opened
     here, once, in this order: collective over the whole world.
 
-    Each channel has a thread of its own that carries out its exchanges one by one, in the order of `start`, which is
-    the same on all ranks: collectives of one channel cannot cross, and a late peer holds up no other channel.
+    Any number of exchanges may be alive, keyed by (step, edge). Those of one channel are carried out one by one, in
+    the order of `start`, which is the same on all its ranks (see `Lane`).
     """
 
     def __init__(self, world: World, transport: Transport, edges: Iterable[tuple[Layout, Layout]]) -> None:
         self.world = world
         self.counters: defaultdict[str, EdgeCounters] = defaultdict(EdgeCounters)
         self._reported: dict[str, EdgeCounters] = {}
-        self._schemas: dict[str, Schema] = {}
         self._alive: set[tuple[int, str]] = set()
         self._arenas = Arenas(world.device)
-        self._lanes: dict[tuple[int, ...], _Lane] = {}
+        self._lanes: dict[tuple[int, ...], Lane] = {}
         unions = (tuple(sorted({*source.ranks, *target.ranks})) for source, target in edges)
         for union in dict.fromkeys(unions):
             channel = transport.open(union)
             if channel is not None:
-                self._lanes[union] = _Lane(channel, world.device)
+                self._lanes[union] = Lane(channel, world.device)
 
     def start(
         self,
@@ -147,7 +144,7 @@ class Coordinator:
             self._alive.discard((step, edge))
             lane.join_stream()
 
-        return Pending(lane.submit(run), waited)
+        return Pending(lane, lane.submit(run), waited)
 
     @property
     def allocated(self) -> int:
@@ -179,14 +176,14 @@ class Coordinator:
         for lane in self._lanes.values():
             lane.close()
 
-    def _run(self, exchange: Exchange, batch: Batch, lane: _Lane) -> tuple[Batch, Assignment]:
+    def _run(self, exchange: Exchange, batch: Batch, lane: Lane) -> tuple[Batch, Assignment]:
         where = f"exchange {exchange.edge!r} of step {exchange.step}"
         counters = self.counters[exchange.edge]
         begin = time.perf_counter()
         try:
             claim = Claim(exchange.describe(), batch, exchange.source, self.world.rank)
-            agreed = agree(lane.channel, claim, exchange.source, self._schemas.get(exchange.edge))
-            self._schemas[exchange.edge] = agreed.metadata.schema
+            agreed = agree(lane.channel, claim, exchange.source, lane.known.get(exchange.edge, NOTHING_KNOWN))
+            lane.known[exchange.edge] = agreed.known
             met = time.perf_counter()
             try:
                 decision = assign(
@@ -216,7 +213,7 @@ class Coordinator:
         return result, decision.assignment
 
     def _move(
-        self, plan: RankPlan, moves: bool, batch: Batch, schema: Schema, lane: _Lane, counters: EdgeCounters
+        self, plan: RankPlan, moves: bool, batch: Batch, schema: Schema, lane: Lane, counters: EdgeCounters
     ) -> Batch:
         """Carry out this rank's plan. moves: whether any rank's samples leave it."""
         begin = time.perf_counter()
@@ -253,56 +250,3 @@ class Coordinator:
             return batch if batch.columns else Batch(batch.ids, schema.empty(self.world.device))
         assert arena is not None
         return plan.result.batch(arena)
-
-
-class _Lane:
-    """A channel, the thread that uses it, and its buffers."""
-
-    def __init__(self, channel: Channel, device: torch.device) -> None:
-        self.channel = channel
-        self.scratch = Scratch(device)
-        self.broken: str | None = None
-        self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
-        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = queue.SimpleQueue()
-        name = f"exchange-{'-'.join(map(str, channel.ranks[:4]))}"
-        # A daemon: a process that ends because of an error elsewhere must not wait here for a peer.
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._thread.start()
-
-    def submit(self, job: Callable[[], Any]) -> Future[Any]:
-        future: Future[Any] = Future()
-        self._jobs.put((future, job))
-        return future
-
-    def close(self) -> None:
-        self._jobs.put(None)
-        self._thread.join()
-
-    def _work(self) -> None:
-        while (entry := self._jobs.get()) is not None:
-            future, job = entry
-            try:
-                if self.broken is not None:
-                    raise ExchangeError(f"the channel is unusable since {self.broken}")
-                result = job()
-            except BaseException as error:  # handed to whoever waits
-                future.set_exception(error)
-            else:
-                future.set_result(result)
-            del entry, job  # the batch must not live on here until the next exchange
-
-    def record(self) -> torch.cuda.Event | None:
-        """The point in the caller's CUDA stream at which the batch is complete."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
-
-    def stream_after(self, ready: torch.cuda.Event | None) -> Any:
-        """Kernels launched inside run on the lane's own stream, after `ready`."""
-        if self._stream is not None and ready is not None:
-            self._stream.wait_event(ready)
-        return torch.cuda.stream(self._stream)
-
-    def join_stream(self) -> None:
-        """What the caller launches from now on comes after the lane's work."""
-        if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
