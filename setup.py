@@ -21,6 +21,7 @@ BASE = [
     "safetensors>=0.6,<1",
     "datasets>=5,<6",
     "pyarrow>=20",
+    "rich>=14,<16",
     "tensorboard>=2.19,<3",
     "nvtx>=0.2.10,<0.3",
     "psutil>=6",

@@ -17,4 +17,5 @@ if command -v nvidia-smi >/dev/null 2>&1; then
     if [ "$gpus" -gt 0 ]; then ranks=$gpus; fi
 fi
 export HF_HUB_OFFLINE=1
+export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun would set, with a warning; run.threads has the last word
 exec .venv/bin/torchrun --standalone --nproc-per-node="$ranks" spmd_rl/main.py configs/quickstart.yaml "$@"

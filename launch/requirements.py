@@ -48,7 +48,9 @@ def brought_by(package: str, unwanted: set[str]) -> list[str]:
     lines = importlib.metadata.requires(package) or []
     parsed = [Requirement(line) for line in lines if name(line) not in unwanted]
     wanted = [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": ""})]
-    return [f"{item.name}{'[' + ','.join(sorted(item.extras)) + ']' if item.extras else ''}{item.specifier}" for item in wanted]
+    for item in wanted:
+        item.marker = None  # it holds; pip need not ask again
+    return [str(item) for item in wanted]
 
 
 def main() -> None:

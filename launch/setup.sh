@@ -84,8 +84,10 @@ pip_install() { # what for people, arguments of pip
     local what=$1 begin=$SECONDS
     shift
     say "installing $what"
-    # Into a file: pip complains at length about the dependencies that are left out on purpose.
-    $venv/bin/python -m pip install --no-input --disable-pip-version-check --progress-bar off "$@" >>"$log" 2>&1 ||
+    # Into a file: pip complains at length about the dependencies that are left out on purpose. Without compiling:
+    # modules are compiled when they are first imported, and of most packages few are.
+    $venv/bin/python -m pip install --no-compile --no-input --disable-pip-version-check --progress-bar off "$@" \
+        >>"$log" 2>&1 ||
         { tail -n 15 "$log" >&2; fail "installing $what failed (pip's last lines are above, all of them in $log)"; }
     say "installed $what in $((SECONDS - begin)) s"
 }

@@ -90,7 +90,8 @@ def test_imports_point_downward(path: Path) -> None:
     module = module_name(path)
     layer = module.partition(".")[0]
     assert not module or layer in LAYERS or layer in TOP, f"{layer} is no layer: name it in LAYERS"
-    wrong = sorted(name for name in imports(path.read_text(), module, path.name == "__init__.py") if forbidden(module, name))
+    found = imports(path.read_text(), module, path.name == "__init__.py")
+    wrong = sorted(name for name in found if forbidden(module, name))
     assert not wrong, f"{module} may not import {', '.join(wrong)}"
 
 
@@ -100,7 +101,7 @@ def test_the_reader_sees_every_way_to_import() -> None:
         "def late():\n    from vllm import LLM\n"
     )
     names = imports(source, "graph.plan")
-    assert {"ray.util", "vllm", "spmd_rl.engines.protocol", "spmd_rl.engines.train"} <= names | {"spmd_rl.engines.train"}
+    assert {"ray.util", "vllm", "spmd_rl.engines.protocol"} < names and len(names) == 4
     assert all(forbidden("graph.plan", name) for name in names)
     assert not forbidden("engines.rollout.vllm_cpu", "vllm")
     assert not forbidden("algorithms.losses", "spmd_rl.data.batch")
@@ -116,7 +117,8 @@ def test_no_file_names_a_machine() -> None:
         files = [path for path in ROOT.rglob("*") if path.is_file() and ".venv" not in path.parts]
     else:
         files = [ROOT / name for name in listed.stdout.splitlines()]
-    pattern = re.compile(r"(?<![\w.])/(?:work|root|home|Users|opt/wheels|opt/pypi)/|/tmp/[a-z]|(?:pypi|download\.pytorch)\.org")
+    paths = r"(?<![\w.])/(?:work|root|home|Users|opt/wheels|opt/pypi)/|/tmp/[a-z]"
+    pattern = re.compile(paths + r"|(?:pypi|download\.pytorch)\.org")
     found = []
     for path in files:
         if path.suffix not in {".py", ".sh", ".md", ".yaml", ".toml", ".cpp", ".cu", ".h", ".sbatch", ".cfg", ""}:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
+import importlib.metadata
 import importlib.util
 import re
+import sys
 from pathlib import Path
 from types import ModuleType
 
@@ -44,3 +47,19 @@ def test_scripts_name_no_version() -> None:
     for script in ROOT.glob("launch/*"):
         if script.suffix in {".sh", ".py"}:
             assert not re.search(r"(vllm|torch|trl|transformers)[a-z-]*==", script.read_text()), script.name
+
+
+def test_every_import_of_the_package_is_declared(requirements: ModuleType) -> None:
+    """Nothing comes only because another package happens to bring it."""
+    declared = {requirements.name(line) for line in requirements.declared(["cpu", "gpu", "mpi"])}
+    carriers = importlib.metadata.packages_distributions()
+    missing = set()
+    for path in (ROOT / "spmd_rl").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and node.module and not node.level:
+                names = [node.module]
+            for top in {name.partition(".")[0] for name in names} - sys.stdlib_module_names - {"spmd_rl"}:
+                if not declared & {requirements.name(carrier) for carrier in carriers.get(top, [top])}:
+                    missing.add(f"{path.relative_to(ROOT)}: {top}")
+    assert not missing, sorted(missing)
