@@ -46,19 +46,28 @@ def make_requests(
     return requests
 
 
-def reference_logprobs(folder: Path, requests: Sequence[Request], done: Sequence[Completion]) -> list[Tensor]:
-    """float32 [R] per completion: of its tokens, by one whole forward pass of the model in `folder`."""
+def reference_distributions(folder: Path, requests: Sequence[Request], done: Sequence[Completion]) -> list[Tensor]:
+    """float32 [R, V] per completion: what each of its tokens was drawn from, by one whole forward pass."""
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     found = []
     with torch.no_grad():
         for request, completion in zip(requests, done, strict=True):
             logits_TV = model(torch.tensor([[*request.prompt, *completion.tokens]])).logits[0]
             logits_RV = logits_TV[len(request.prompt) - 1 : -1]
-            logprobs_RV = processed_logprobs(logits_RV, [request.sampling] * len(completion.tokens))
-            found.append(logprobs_RV.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0])
+            found.append(processed_logprobs(logits_RV, [request.sampling] * len(completion.tokens)))
     return found
+
+
+def reference_logprobs(folder: Path, requests: Sequence[Request], done: Sequence[Completion]) -> list[Tensor]:
+    """float32 [R] per completion: of its tokens, by one whole forward pass."""
+    distributions = reference_distributions(folder, requests, done)
+    return [
+        logprobs_RV.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
+        for logprobs_RV, completion in zip(distributions, done, strict=True)
+    ]
 
 
 def state(folder: Path) -> dict[str, Tensor]:
     """Parameters of the model in `folder` by name, each once, as a trainer sends them."""
-    return dict(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).named_parameters())
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).requires_grad_(False)
+    return dict(model.named_parameters())

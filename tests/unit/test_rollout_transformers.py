@@ -14,12 +14,14 @@ from transformers import AutoTokenizer
 from spmd_rl.config.errors import UserError
 from spmd_rl.data.batch import Finish
 from spmd_rl.engines.protocol import Completion, Request, Sampling
+from spmd_rl.engines.rollout.draw import draw_tokens
 from spmd_rl.engines.rollout.generate import generate
+from spmd_rl.engines.rollout.seeds import uniform
 from spmd_rl.engines.rollout.transformers_engine import TransformersEngine
-from tests.rollout_cases import END, make_model, make_requests, reference_logprobs, state
+from tests.rollout_cases import END, make_model, make_requests, reference_distributions, reference_logprobs, state
 from tests.tiny_model import make_tiny_model
 
-KINDS = {"qwen3": {}, "llama": {"tied": False, "kv_heads": 2}, "gpt2": {}}
+KINDS: dict[str, dict[str, Any]] = {"qwen3": {}, "llama": {"tied": False, "kv_heads": 2}, "gpt2": {}}
 
 
 @pytest.fixture(scope="module")
@@ -62,6 +64,17 @@ def test_logprobs_are_those_of_a_whole_forward_pass(kind: str, sampling: Samplin
     done = generate(engine(folder), requests, deadline_s=60)
     for completion, expected_R in zip(done, reference_logprobs(folder, requests, done), strict=True):
         torch.testing.assert_close(torch.tensor(completion.logprobs), expected_R, rtol=1e-4, atol=1e-4)
+
+
+def test_each_token_is_drawn_by_the_number_of_its_seed_and_position(folder: Path):
+    requests = make_requests(prompts=6, samples=4)
+    done = generate(engine(folder), requests, deadline_s=60)
+    for request, completion, logprobs_RV in zip(
+        requests, done, reference_distributions(folder, requests, done), strict=True
+    ):
+        length = len(completion.tokens)
+        numbers = [uniform(request.seed, position) for position in range(length)]
+        assert draw_tokens(logprobs_RV, [request.sampling] * length, numbers).tolist() == completion.tokens
 
 
 def test_responses_end_where_they_should(folder: Path):
@@ -184,6 +197,21 @@ def test_nan_is_reported_and_does_not_outlive_the_weights(folder: Path):
     assert all(0 <= token < 272 for completion in done for token in completion.tokens)
     broken.load_weights(good.items(), version=2)
     assert tokens(generate(broken, make_requests(), deadline_s=60)) == tokens(expected)
+
+
+def test_nan_of_one_request_does_not_reach_the_next_in_its_slot(tmp_path: Path):
+    poisonous = 3
+    model = make_model(tmp_path, kind="llama", tied=False)
+    reused = engine(model, max_sequences=2)
+    weights = state(model)
+    weights["model.embed_tokens.weight"][poisonous] = float("nan")
+    reused.load_weights(weights.items(), version=1)
+    long = Request((0, 0, 0), (poisonous,) * 30, Sampling(max_tokens=20), 0)
+    after = make_requests(prompts=2, samples=1)  # the shorter one comes into the used slot, with masked columns
+    assert not any(poisonous in request.prompt for request in after)
+    assert torch.tensor(generate(reused, [long], deadline_s=60)[0].logprobs).isnan().all()
+    for completion in generate(reused, after, deadline_s=60):
+        assert poisonous in completion.tokens or torch.tensor(completion.logprobs).isfinite().all()
 
 
 def test_sleep_gives_the_cache_back(folder: Path):

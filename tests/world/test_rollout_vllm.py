@@ -59,17 +59,16 @@ def difference(folder: Path, requests: list[Request], done: list[Completion]) ->
 def exercise(world: World, folder: str, other: str) -> dict[str, Any]:
     """Everything that one rank can do, with one engine start per set of weights."""
     old, new = Path(folder), Path(other)
-    before = {"environment": dict(os.environ), "threads": torch.get_num_threads()}
-    set_num_threads = torch.set_num_threads
+    environment, threads, set_num_threads = dict(os.environ), torch.get_num_threads(), torch.set_num_threads
     random.seed(5), torch.manual_seed(5)
     engine = build(world, old)
     result: dict[str, Any] = {
         "drawn_after_start": [random.random(), float(torch.rand(()))],
-        "threads": [before["threads"], torch.get_num_threads(), torch.set_num_threads is set_num_threads],
+        "threads": [threads, torch.get_num_threads(), torch.set_num_threads is set_num_threads],
         "environment": sorted(
             name
-            for name in {*os.environ, *before["environment"]}
-            if os.environ.get(name) != before["environment"].get(name) and not name.startswith("VLLM_")
+            for name in {*os.environ, *environment}
+            if os.environ.get(name) != environment.get(name) and not name.startswith("VLLM_")
         ),
     }
     state_before = torch.get_rng_state()
