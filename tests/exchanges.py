@@ -103,7 +103,8 @@ def virtual_exchange(
             continue
         arenas[r] = torch.full((result.bytes,), 0x5A, dtype=torch.uint8)
         if plans[r].share_from is None:
-            copy_segments([torch.cat(incoming), *own[r]], arenas[r], plans[r].unpack)
+            copy_segments(own[r], arenas[r], plans[r].keep)
+            copy_segments(incoming, arenas[r], plans[r].unpack)
     for r, plan in plans.items():
         for other in plan.share_with:
             assert plans[other].share_from == r

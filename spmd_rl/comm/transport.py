@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
@@ -19,14 +21,41 @@ class TransportError(RuntimeError):
     """A peer is gone or did not come in time, or the bytes could not be carried. The channel is of no use any more."""
 
 
+@dataclass(frozen=True)
+class Inbox:
+    """Where the messages of N peers lie: that of peer k begins at `start_N[k]` of `sources[source_N[k]]` (uint8)."""
+
+    sources: list[Tensor]
+    source_N: Int64
+    start_N: Int64
+
+    @classmethod
+    def of(cls, received: Tensor, sizes_N: Int64) -> Inbox:
+        """Messages that lie one behind the other."""
+        return cls([received], np.zeros(len(sizes_N), dtype=np.int64), np.cumsum(sizes_N) - sizes_N)
+
+
+class Flight(Protocol):
+    """Messages under way."""
+
+    def wait(self) -> Inbox:
+        """The messages for this rank, valid until the channel's next collective."""
+        ...
+
+
 class Channel(Protocol):
     """Collectives over some ranks. Every call is made by all of `ranks`, in the same order, from one thread at a time.
 
     Each raises TransportError within the transport's time limit. Byte tensors are uint8, contiguous, and lie on the
-    world's device for `all_to_all`, `send` and `receive`, on the CPU for the rest.
+    world's device for payload (`outbox`, `all_to_all`, `send`, `receive`), on the CPU for the rest.
     """
 
     ranks: tuple[int, ...]  # of the world, ascending
+
+    @property
+    def allocated(self) -> int:
+        """Buffers made so far."""
+        ...
 
     def all_gather(self, words_K: Int64) -> Int64:
         """int64 [N, K]: the K words of each of the N ranks."""
@@ -40,8 +69,13 @@ class Channel(Protocol):
         """`data` of rank `root` (of the world) into `data` of the others."""
         ...
 
-    def all_to_all(self, send: Tensor, send_N: Int64, recv: Tensor, recv_N: Int64) -> None:
-        """Consecutive parts of `send`, of send_N bytes each, to the ranks; into consecutive parts of `recv`.
+    def outbox(self, size: int) -> Tensor:
+        """uint8 [size]: where to put the messages of the next `all_to_all`. All ranks must have passed an
+        `all_gather` since the last one: then every peer has read what lay there."""
+        ...
+
+    def all_to_all(self, outbox: Tensor, send_N: Int64, recv_N: Int64) -> Flight:
+        """Send consecutive parts of the outbox, of send_N bytes each, to the N ranks; recv_N: bytes from each.
 
         All sizes are multiples of 16.
         """
@@ -64,16 +98,27 @@ class Transport(Protocol):
         ...
 
 
-def make_transport(name: str, world: World, timeout_s: float | None = None) -> Transport:
-    """The transport called `name` (config key `comm.transport`). timeout_s: limit of one call, `world.timeout_s`
-    unless given. Raises UserError for an unknown name and for one that is not installed or does not fit the world."""
+def make_transport(name: str, world: World, timeout_s: float | None = None, share_memory: bool = True) -> Transport:
+    """The transport called `name` (config key `comm.transport`).
+
+    timeout_s: limit of one call, `world.timeout_s` unless given; share_memory: payload between ranks that can all map
+    each other's memory does not go through the transport (CPU only). Raises UserError for an unknown name and for a
+    transport that is not installed or does not fit the world.
+    """
     limit = world.timeout_s if timeout_s is None else timeout_s
+    transport: Transport
     if name == "torch":
         from spmd_rl.comm.transport_torch import TorchTransport
 
-        return TorchTransport(world, limit)
-    if name == "mpi":
+        transport = TorchTransport(world, limit)
+    elif name == "mpi":
         from spmd_rl.comm.transport_mpi import MpiTransport
 
-        return MpiTransport(world, limit)
-    raise UserError(f"comm.transport: {name!r} is neither torch nor mpi")
+        transport = MpiTransport(world, limit)
+    else:
+        raise UserError(f"comm.transport: {name!r} is neither torch nor mpi")
+    if share_memory and world.device.type == "cpu" and hasattr(os, "memfd_create"):
+        from spmd_rl.comm.shared import SharedMemoryTransport
+
+        return SharedMemoryTransport(transport, world.rank)
+    return transport

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.comm.rollcall import RollCall
-from spmd_rl.comm.transport import TransportError
+from spmd_rl.comm.scratch import Scratch
+from spmd_rl.comm.transport import Inbox, TransportError
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 
@@ -75,6 +76,7 @@ class MpiChannel:
         self._unit = mpi.BYTE.Create_contiguous(UNIT).Commit()
         self._roll = RollCall(f"mpi/{number}", ranks, rank)
         self._calls = 0
+        self._scratch = Scratch(torch.device("cpu"))
         self._abandoned: list[Any] = []  # unfinished requests with their memory, which MPI may still write to
 
     def all_gather(self, words_K: Int64) -> Int64:
@@ -98,16 +100,24 @@ class MpiChannel:
         place = self.ranks.index(root)
         self._finish("broadcast", lambda: self._comm.Ibcast([data.numpy(), self._mpi.BYTE], root=place), data)
 
-    def all_to_all(self, send: Tensor, send_N: Int64, recv: Tensor, recv_N: Int64) -> None:
+    @property
+    def allocated(self) -> int:
+        return self._scratch.allocated
+
+    def outbox(self, size: int) -> Tensor:
+        return self._scratch.get("send", size)
+
+    def all_to_all(self, outbox: Tensor, send_N: Int64, recv_N: Int64) -> MpiFlight:
+        received = self._scratch.get("receive", int(recv_N.sum()))
         parts = [
-            [buffer.numpy(), self._counts(sizes, self.ranks), self._unit]
-            for buffer, sizes in ((send, send_N), (recv, recv_N))
+            [buffer.numpy(), self._counts(sizes), self._unit]
+            for buffer, sizes in ((outbox, send_N), (received, recv_N))
         ]
-        moved = int(send_N.sum() + recv_N.sum())
-        self._finish("all_to_all", lambda: self._comm.Ialltoallv(*parts), parts, payload=moved)
+        request = self._begin("all_to_all", functools.partial(self._comm.Ialltoallv, *parts))
+        return MpiFlight(self, request, parts, Inbox.of(received, recv_N))
 
     def send(self, data: Tensor, ranks: Sequence[int]) -> None:
-        count, _ = self._counts(np.array([data.numel()]), ranks)
+        count, _ = self._counts(np.array([data.numel()]))
         buffer = [data.numpy(), int(count[0]), self._unit]
         for rank in ranks:
             place = self.ranks.index(rank)
@@ -115,13 +125,13 @@ class MpiChannel:
             self._finish(f"send to rank {rank}", begin, buffer, payload=data.numel())
 
     def receive(self, data: Tensor, rank: int) -> None:
-        count, _ = self._counts(np.array([data.numel()]), [rank])
+        count, _ = self._counts(np.array([data.numel()]))
         buffer, place = [data.numpy(), int(count[0]), self._unit], self.ranks.index(rank)
         begin = functools.partial(self._comm.Irecv, buffer, place)
         self._finish(f"receive from rank {rank}", begin, buffer, payload=data.numel())
 
     @staticmethod
-    def _counts(sizes: Int64, ranks: Sequence[int]) -> tuple[Int64, Int64]:
+    def _counts(sizes: Int64) -> tuple[Int64, Int64]:
         """Counts and displacements in units. Raises TransportError where MPI cannot count so far."""
         counts, odd = np.divmod(sizes, UNIT)
         if odd.any() or int(counts.sum()) > LARGEST:
@@ -129,13 +139,21 @@ class MpiChannel:
         return counts, np.cumsum(counts) - counts
 
     def _finish(self, what: str, begin: Callable[[], Any], *memory: Any, payload: int = 0) -> None:
-        """Start a request and test it until it is complete. payload: bytes that it moves, if they are many."""
-        eager_s = _EAGER_S + payload / _SLOWEST
+        self.complete(what, self._begin(what, begin), memory, payload)
+
+    def _begin(self, what: str, begin: Callable[[], Any]) -> Any:
         self._calls += 1
+        try:
+            return begin()
+        except self._mpi.Exception as error:
+            raise TransportError(f"{what} failed on rank {self.rank}: {error}{self._roll.say(self._calls)}") from None
+
+    def complete(self, what: str, request: Any, memory: Any, payload: int = 0) -> None:
+        """Test a request until it is complete. memory: what it uses; payload: bytes that it moves, if they are many."""
+        eager_s = _EAGER_S + payload / _SLOWEST
         started = time.monotonic()
         pause, told = 0.0, False
         try:
-            request = begin()
             while not request.Test():
                 waited = time.monotonic() - started
                 if waited > _TELL_S and not told:
@@ -154,3 +172,16 @@ class MpiChannel:
                     time.sleep(pause)
         except self._mpi.Exception as error:
             raise TransportError(f"{what} failed on rank {self.rank}: {error}{self._roll.say(self._calls)}") from None
+
+
+class MpiFlight:
+    def __init__(self, channel: MpiChannel, request: Any, memory: list[Any], inbox: Inbox) -> None:
+        self._channel = channel
+        self._request = request
+        self._memory = memory
+        self._inbox = inbox
+
+    def wait(self) -> Inbox:
+        moved = sum(buffer.nbytes for buffer, _, _ in self._memory)
+        self._channel.complete("all_to_all", self._request, self._memory, moved)
+        return self._inbox

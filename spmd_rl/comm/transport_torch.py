@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from spmd_rl.comm.rollcall import RollCall
-from spmd_rl.comm.transport import TransportError
+from spmd_rl.comm.scratch import Scratch
+from spmd_rl.comm.transport import Inbox, TransportError
 from spmd_rl.comm.world import World
 
 Int64 = NDArray[np.int64]
@@ -39,7 +40,9 @@ class TorchTransport:
             payload = dist.new_group(ranks, timeout=self.timeout, backend="nccl")
         if self.world.rank not in ranks:
             return None
-        return TorchChannel(tuple(ranks), self.world.rank, control, payload, self.timeout, self._opened)
+        return TorchChannel(
+            tuple(ranks), self.world.rank, control, payload, self.timeout, self._opened, self.world.device
+        )
 
 
 class TorchChannel:
@@ -53,6 +56,7 @@ class TorchChannel:
         payload: ProcessGroup,
         timeout: timedelta,
         number: int,
+        device: torch.device,
     ) -> None:
         self.ranks = ranks
         self.rank = rank
@@ -61,6 +65,7 @@ class TorchChannel:
         self.timeout = timeout
         self._roll = RollCall(f"torch/{number}", ranks, rank)
         self._calls = 0
+        self._scratch = Scratch(device)
 
     def all_gather(self, words_K: Int64) -> Int64:
         return self._gather_equal(torch.from_numpy(words_K)).numpy().reshape(len(self.ranks), -1)
@@ -89,7 +94,7 @@ class TorchChannel:
         send = _overlap(int(begins[place]), int(sizes_N[place]), shares, np.full(count, per_rank))
         recv = _overlap(place * per_rank, per_rank, begins, sizes_N)
         share = torch.zeros(per_rank, dtype=torch.uint8)
-        with self._named("all_to_all of metadata"):
+        with self.named("all_to_all of metadata"):
             dist.all_to_all_single(share[: int(recv.sum())], data, recv.tolist(), send.tolist(), group=self.control)
         return self._gather_equal(share)[:total]
 
@@ -98,7 +103,7 @@ class TorchChannel:
         every peer is small, an all-to-all brings the same in a single hop."""
         count = len(self.ranks)
         gathered = torch.empty(count * share.numel(), dtype=share.dtype)
-        with self._named("all_gather of metadata"):
+        with self.named("all_gather of metadata"):
             if gathered.numel() * gathered.element_size() <= _COPIED:
                 dist.all_to_all_single(gathered, share.repeat(count), group=self.control)
             else:
@@ -106,12 +111,23 @@ class TorchChannel:
         return gathered
 
     def broadcast(self, data: Tensor, root: int) -> None:
-        with self._named("broadcast"):
+        with self.named("broadcast"):
             dist.broadcast(data, root, group=self.control)
 
-    def all_to_all(self, send: Tensor, send_N: Int64, recv: Tensor, recv_N: Int64) -> None:
-        with self._named("all_to_all"):
-            dist.all_to_all_single(recv, send, recv_N.tolist(), send_N.tolist(), group=self.payload)
+    @property
+    def allocated(self) -> int:
+        return self._scratch.allocated
+
+    def outbox(self, size: int) -> Tensor:
+        return self._scratch.get("send", size)
+
+    def all_to_all(self, outbox: Tensor, send_N: Int64, recv_N: Int64) -> TorchFlight:
+        received = self._scratch.get("receive", int(recv_N.sum()))
+        with self.named("all_to_all"):
+            work = dist.all_to_all_single(
+                received, outbox, recv_N.tolist(), send_N.tolist(), group=self.payload, async_op=True
+            )
+        return TorchFlight(self, work, Inbox.of(received, recv_N))
 
     def send(self, data: Tensor, ranks: Sequence[int]) -> None:
         self._point_to_point(lambda: [dist.isend(data, rank, group=self.payload) for rank in ranks], "send")
@@ -120,13 +136,14 @@ class TorchChannel:
         self._point_to_point(lambda: [dist.irecv(data, rank, group=self.payload)], f"receive from rank {rank}")
 
     def _point_to_point(self, begin: Callable[[], list[dist.Work | None]], what: str) -> None:
-        with self._named(what):
+        with self.named(what):
             for work in begin():
                 if work is not None:
                     work.wait(self.timeout)
 
     @contextmanager
-    def _named(self, what: str) -> Iterator[None]:
+    def named(self, what: str) -> Iterator[None]:
+        """Turns a failure into a TransportError that says what failed, where, and who did not come."""
         self._calls += 1
         try:
             yield
@@ -134,6 +151,18 @@ class TorchChannel:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             absent = self._roll.say(self._calls)
             raise TransportError(f"{what} failed on rank {self.rank}: {reason}{absent}") from None
+
+
+class TorchFlight:
+    def __init__(self, channel: TorchChannel, work: dist.Work, inbox: Inbox) -> None:
+        self._channel = channel
+        self._work = work
+        self._inbox = inbox
+
+    def wait(self) -> Inbox:
+        with self._channel.named("all_to_all"):
+            self._work.wait(self._channel.timeout)
+        return self._inbox
 
 
 def _overlap(begin: int, size: int, begins_N: Int64, sizes_N: Int64) -> Int64:

@@ -1,4 +1,4 @@
-"""Memory of exchanges, used again and again: a step that is no larger than an earlier one allocates nothing."""
+"""Memory of results, used again and again: a step that is no larger than an earlier one allocates nothing."""
 
 from __future__ import annotations
 
@@ -10,29 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-GRANULE = 1 << 16  # bytes; sizes are rounded up, so that steps of slightly different sizes share buffers
-
-
-def _rounded(size: int) -> int:
-    """With an eighth to spare, in whole granules."""
-    return (size + size // 8 + GRANULE - 1) // GRANULE * GRANULE
-
-
-class Scratch:
-    """A named buffer that belongs to one channel: it grows to the largest size asked for. Not thread-safe."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.allocated = 0  # buffers ever made
-        self._buffers: dict[str, Tensor] = {}
-
-    def get(self, name: str, size: int) -> Tensor:
-        """uint8 [size], contents undefined, valid until the next call with this name."""
-        held = self._buffers.get(name)
-        if held is None or held.numel() < size:
-            self._buffers[name] = held = torch.empty(_rounded(size), dtype=torch.uint8, device=self.device)
-            self.allocated += 1
-        return held[:size]
+from spmd_rl.comm.scratch import rounded
 
 
 class Arenas:
@@ -55,13 +33,13 @@ class Arenas:
         if size == 0:
             return torch.empty(0, dtype=torch.uint8)
         with self._lock:
-            fits = [block for block in self._free if size <= block.size <= 4 * _rounded(size)]
+            fits = [block for block in self._free if size <= block.size <= 4 * rounded(size)]
             block = min(fits, key=lambda b: b.size, default=None)
             if block is not None:
                 self._free = [other for other in self._free if other is not block]
         if block is None:
-            raw = np.empty(_rounded(size) + 64, dtype=np.uint8)
-            block = raw[-raw.ctypes.data % 64 :][: _rounded(size)]
+            raw = np.empty(rounded(size) + 64, dtype=np.uint8)
+            block = raw[-raw.ctypes.data % 64 :][: rounded(size)]
             self.allocated += 1
         # The tensor's storage keeps `lease` alive; its end, whichever tensor was the last, hands the block back.
         lease = block[:size]

@@ -23,7 +23,7 @@ from spmd_rl.data.balance import Balance
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.buffers import Arenas
 from spmd_rl.data.counters import EdgeCounters
-from spmd_rl.data.exchange_plan import RankPlan, anything_moves, plan_rank
+from spmd_rl.data.exchange_plan import RankPlan, anything_moves, plan_rank, resolve
 from spmd_rl.data.lane import Lane
 from spmd_rl.data.layout import Layout
 from spmd_rl.data.metadata import Schema
@@ -149,7 +149,7 @@ class Coordinator:
     @property
     def allocated(self) -> int:
         """Buffers made so far; stands still once the largest exchange has been seen."""
-        return self._arenas.allocated + sum(lane.scratch.allocated for lane in self._lanes.values())
+        return self._arenas.allocated + sum(lane.channel.allocated for lane in self._lanes.values())
 
     def metrics(self, metrics: Metrics) -> None:
         """Add what the exchanges since the last call have cost. Call it when none is on its way."""
@@ -216,29 +216,36 @@ class Coordinator:
         self, plan: RankPlan, moves: bool, batch: Batch, schema: Schema, lane: Lane, counters: EdgeCounters
     ) -> Batch:
         """Carry out this rank's plan. moves: whether any rank's samples leave it."""
-        begin = time.perf_counter()
         own = [as_bytes(batch[name].values.to(self.world.device).contiguous()) for name in sorted(batch.columns)]
-        recv = lane.scratch.get("recv", int(plan.recv_N.sum()))
+        flight = None
         if moves:
-            send = lane.scratch.get("send", int(plan.send_N.sum()))
-            copy_segments(own, send, plan.pack)
+            begin = time.perf_counter()
+            outbox = lane.channel.outbox(int(plan.send_N.sum()))
+            copy_segments(own, outbox, plan.pack)
             packed = time.perf_counter()
-            lane.channel.all_to_all(send, plan.send_N, recv, plan.recv_N)
+            flight = lane.channel.all_to_all(outbox, plan.send_N, plan.recv_N)
+            counters.copy_s += packed - begin
             counters.flight_s += time.perf_counter() - packed
-            counters.bytes_sent += send.numel()
-            counters.bytes_received += recv.numel()
-        else:
-            packed = begin
-        if plan.result is None:
-            return Batch.empty()
+            counters.bytes_sent += int(plan.send_N.sum())
+            counters.bytes_received += int(plan.recv_N.sum())
         in_place = plan.in_place and plan.share_from is None
         arena: Tensor | None = None
-        unpacking = time.perf_counter()
-        if not in_place or plan.share_with:
+        if plan.result is not None and (not in_place or plan.share_with):
+            begin = time.perf_counter()
             arena = self._arenas.get(plan.result.bytes)
-            copy_segments([recv, *own], arena, plan.unpack)
-            counters.bytes_local += int(plan.unpack[3, plan.unpack[0] > 0].sum())
-        counters.copy_s += (packed - begin) + (time.perf_counter() - unpacking)
+            copy_segments(own, arena, plan.keep)  # while the messages are under way
+            counters.copy_s += time.perf_counter() - begin
+            counters.bytes_local += int(plan.keep[3].sum())
+        if flight is not None:
+            begin = time.perf_counter()
+            inbox = flight.wait()
+            arrived = time.perf_counter()
+            if arena is not None and plan.share_from is None:
+                copy_segments(inbox.sources, arena, resolve(plan.unpack, inbox.source_N, inbox.start_N))
+            counters.flight_s += arrived - begin
+            counters.copy_s += time.perf_counter() - arrived
+        if plan.result is None:
+            return Batch.empty()
         if plan.share_with and arena is not None and arena.numel():
             lane.channel.send(arena, plan.share_with)
             counters.bytes_sent += arena.numel() * len(plan.share_with)

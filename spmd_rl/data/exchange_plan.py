@@ -56,16 +56,18 @@ class Result:
 class RankPlan:
     """What one rank does.
 
-    pack: segments from its columns (in schema order) into the send buffer; send_N, recv_N: bytes per rank of the
-    union; unpack: segments from the receive buffer (source 0) and its own columns (1, 2, ...) into the result;
-    in_place: its own batch is the result as it stands; share_with: replicas that the result is passed on to;
-    share_from: the head that it comes from.
+    pack: segments from its columns (in schema order) into its messages; send_N, recv_N: bytes per rank of the union;
+    unpack: segments from messages into the result, their source the place of the sender in the union, their offset
+    counted from the message's beginning; keep: segments from its own columns into the result; in_place: its own batch
+    is the result as it stands; share_with: replicas that the result is passed on to; share_from: the head that it
+    comes from.
     """
 
     pack: Tensor
     send_N: Int64
     recv_N: Int64
     unpack: Tensor
+    keep: Tensor
     result: Result | None
     in_place: bool
     share_with: tuple[int, ...]
@@ -114,10 +116,9 @@ def plan_rank(
         rows = decision.order_T[out]
         sizes = metadata.lengths_TC[rows] * row_bytes
         offsets, send_N = message_offsets(sizes, head_there_T[out], len(union))
-        columns = np.broadcast_to(np.arange(len(row_bytes)), sizes.shape)
-        pack = segments(columns, own_start[metadata.position_T[rows]], offsets, sizes)
+        pack = segments(_column_numbers(sizes), own_start[metadata.position_T[rows]], offsets, sizes)
 
-    unpack, recv_N, result, in_place = _NOTHING, np.zeros(len(union), dtype=np.int64), None, False
+    unpack, keep, recv_N, result, in_place = _NOTHING, _NOTHING, np.zeros(len(union), dtype=np.int64), None, False
     if my_target is not None:
         mine = np.flatnonzero(slot_T == my_target)
         rows = decision.order_T[mine]
@@ -127,20 +128,23 @@ def plan_rank(
             sizes = lengths * row_bytes
             local = (here_T[mine] == my_source) if sends else np.zeros(len(mine), dtype=bool)
             in_place = sends and bool(local.all()) and _in_place(metadata, rows, my_source)
+            place = result.column_start_C + _before(sizes)
+            kept = np.flatnonzero(local)
+            begin = own_start[metadata.position_T[rows[kept]]]
+            keep = segments(_column_numbers(begin), begin, place[kept], sizes[kept])
             came = np.flatnonzero(~local)
             came = came[np.argsort(head_here_T[mine][came], kind="stable")]
-            begin = np.empty_like(sizes)
-            begin[came], recv_N = message_offsets(sizes[came], head_here_T[mine][came], len(union))
-            begin[local] = own_start[metadata.position_T[rows[local]]]
-            number = np.where(local[:, None], 1 + np.arange(len(row_bytes)), 0)
-            unpack = segments(number, begin, result.column_start_C + _before(sizes), sizes)
+            sender = head_here_T[mine][came]
+            begin, recv_N = message_offsets(sizes[came], sender, len(union))
+            begin -= (np.cumsum(recv_N) - recv_N)[sender, None]
+            unpack = segments(np.broadcast_to(sender[:, None], begin.shape), begin, place[came], sizes[came])
 
     share_with: tuple[int, ...] = ()
     share_from = None
     if my_target is not None and target.replicas > 1 and not alone:
         head, *others = target.group(my_target)
         share_with, share_from = (tuple(others), None) if head == rank else ((), head)
-    return RankPlan(pack, send_N, recv_N, unpack, result, in_place, share_with, share_from)
+    return RankPlan(pack, send_N, recv_N, unpack, keep, result, in_place, share_with, share_from)
 
 
 def message_offsets(sizes_KC: Int64, peer_K: Int64, peers: int) -> tuple[Int64, Int64]:
@@ -176,6 +180,16 @@ def segments(source_KC: Int64, begin_KC: Int64, place_KC: Int64, size_KC: Int64)
 
 
 _NOTHING = torch.empty(4, 0, dtype=torch.int64)
+
+
+def _column_numbers(sizes_KC: Int64) -> Int64:
+    return np.broadcast_to(np.arange(sizes_KC.shape[1]), sizes_KC.shape)
+
+
+def resolve(unpack: Tensor, source_N: Int64, start_N: Int64) -> Tensor:
+    """The unpack segments as `ops.copy_segments` wants them, once it is known where each sender's message lies."""
+    sender = unpack[0].numpy()
+    return torch.stack([torch.from_numpy(source_N[sender]), unpack[1] + torch.from_numpy(start_N[sender]), *unpack[2:]])
 
 
 def _before(sizes_KC: Int64) -> Int64:

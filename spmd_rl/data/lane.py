@@ -1,4 +1,4 @@
-"""`Lane`: a channel, what runs on it, and its buffers."""
+"""`Lane`: a channel and what runs on it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 
 from spmd_rl.comm.transport import Channel
 from spmd_rl.data.agreement import ExchangeError, Known
-from spmd_rl.data.buffers import Scratch
 
 
 class Lane:
@@ -26,7 +25,6 @@ class Lane:
 
     def __init__(self, channel: Channel, device: torch.device) -> None:
         self.channel = channel
-        self.scratch = Scratch(device)
         self.known: dict[str, Known] = {}  # by edge
         self.broken: str | None = None  # why nothing can be run any more
         self._device = device

@@ -57,12 +57,21 @@ def check(
     assert same_bytes(result, make_samples(wanted, columns)), f"rank {rank} got wrong bytes"
 
 
-def random_exchanges(world: World, transport: str, count: int, seed: int) -> dict[str, Any]:
-    """`count` exchanges over random layouts, several alive at a time, waited for in random order."""
+def random_exchanges(world: World, transport: str, counts: dict[str, int], seed: int) -> dict[str, Any]:
+    """Exchanges over random layouts, several alive at a time, waited for in random order. counts: how many through
+    the transport alone (`plain`), and with payload through shared memory (`shared`)."""
     shapes = layouts(world.size)
-    coordinator = Coordinator(
-        world, make_transport(transport, world), [(source, target) for source in shapes for target in shapes]
-    )
+    edges = [(source, target) for source in shapes for target in shapes]
+    results: dict[str, Any] = {}
+    for kind, count in counts.items():
+        carrier = make_transport(transport, world, share_memory=kind == "shared")
+        results[kind] = _random_exchanges(world, Coordinator(world, carrier, edges), shapes, count, seed)
+    return results
+
+
+def _random_exchanges(
+    world: World, coordinator: Coordinator, shapes: list[Layout], count: int, seed: int
+) -> dict[str, Any]:
     rng = random.Random(seed)
     done = 0
     while done < count:
@@ -90,7 +99,7 @@ def random_exchanges(world: World, transport: str, count: int, seed: int) -> dic
     sent = sum(c.bytes_sent for c in coordinator.counters.values())
     hits = sum(c.local_hits for c in coordinator.counters.values())
     coordinator.close()
-    return {"exchanges": done, "sent": sent, "hits": hits, "threads": torch.get_num_threads()}
+    return {"exchanges": done, "sent": sent, "hits": hits}
 
 
 def diamond(world: World, transport: str) -> dict[str, Any]:

@@ -12,15 +12,13 @@ TRANSPORTS = [("torch", "torchrun"), ("mpi", "mpirun")]
 @pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_random_exchanges_deliver_every_byte(transport: str, launcher: str, ranks: int) -> None:
-    result = run_world(
-        "tests.world.exchange_cases:random_exchanges",
-        ranks=ranks,
-        launcher=launcher,
-        timeout_s=120,
-        args={"transport": transport, "count": 120, "seed": ranks},
-    ).check()
-    assert all(rank["exchanges"] == 120 for rank in result.ranks)
-    assert all(rank["sent"] > 0 and rank["hits"] > 0 for rank in result.ranks)
+    counts = {"plain": 110, "shared": 40}
+    arguments = {"transport": transport, "counts": counts, "seed": ranks}
+    world = "tests.world.exchange_cases:random_exchanges"
+    result = run_world(world, ranks=ranks, launcher=launcher, timeout_s=150, args=arguments).check()
+    for rank in result.ranks:
+        for kind, count in counts.items():
+            assert rank[kind]["exchanges"] == count and rank[kind]["sent"] > 0 and rank[kind]["hits"] > 0
 
 
 @pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
