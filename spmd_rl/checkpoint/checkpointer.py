@@ -108,7 +108,12 @@ class Checkpointer:
         if self._pending is None:
             return None
         # Each wait inside is bounded by the group's deadline; there are about ten of them.
-        outcome = self._pending.result(timeout=10 * self._timeout_s)
+        limit = 10 * self._timeout_s
+        try:
+            outcome = self._pending.result(timeout=limit)
+        except TimeoutError:
+            who = f"rank {self._world.rank}"
+            raise TimeoutError(f"{who} waited {limit:g} s for the checkpoint being written to {self.folder}") from None
         self._pending = None
         if outcome.error is None:
             self._committed = outcome.step

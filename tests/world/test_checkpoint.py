@@ -126,7 +126,7 @@ def refusal(world: World, path: Path, width: int) -> str:
 def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
     """A folder with a checkpoint that 3 ranks wrote, and what each rank held."""
     folder = tmp_path_factory.mktemp("written")
-    return folder, run_world(write, ranks=3, args={"folder": str(folder)}).check().ranks
+    return folder, run_world(write, timeout_s=120, ranks=3, args={"folder": str(folder)}).check().ranks
 
 
 def check_continues(got: dict[str, Any], saved: dict[str, Any]) -> None:
@@ -143,14 +143,15 @@ def test_another_world_size_continues_exactly(
     written: tuple[Path, list[dict[str, Any]]], ranks: int, launcher: str
 ) -> None:
     folder, saved = written
-    for got in run_world(read, ranks=ranks, launcher=launcher, args={"folder": str(folder)}).check().ranks:
+    run = run_world(read, timeout_s=120, ranks=ranks, launcher=launcher, args={"folder": str(folder)}).check()
+    for got in run.ranks:
         check_continues(got, saved[0])
 
 
 def test_same_world_and_what_is_refused(written: tuple[Path, list[dict[str, Any]]], tmp_path: Path) -> None:
     folder, saved = written
     copy = shutil.copytree(folder, tmp_path / "copy")
-    loaded = run_world(same_world, ranks=3, args={"folder": str(copy)}).check().ranks
+    loaded = run_world(same_world, timeout_s=120, ranks=3, args={"folder": str(copy)}).check().ranks
     for got, before in zip(loaded, saved, strict=True):
         check_continues(got, before)
         assert got["draws"] == before["draws"]  # each rank's random generators go on where they were
@@ -172,7 +173,7 @@ def write_many(world: World, folder: str) -> list[str]:
 
 def test_keeps_the_last_ones(tmp_path: Path) -> None:
     (tmp_path / "step_000009.tmp-dead").mkdir()
-    run = run_world(write_many, ranks=2, args={"folder": str(tmp_path)}).check()
+    run = run_world(write_many, timeout_s=120, ranks=2, args={"folder": str(tmp_path)}).check()
     assert run.ranks[0] == ["step_000002", "step_000003"]
     latest = latest_valid(tmp_path)
     assert latest is not None and latest.name == "step_000002"
@@ -207,7 +208,7 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.mark.root
 def test_full_disk_is_one_line_and_leaves_the_last_checkpoint(small_disk: Path) -> None:
-    run = run_world(fill_disk, ranks=2, args={"folder": str(small_disk)}).check()
+    run = run_world(fill_disk, timeout_s=120, ranks=2, args={"folder": str(small_disk)}).check()
     assert run.ranks[0] == run.ranks[1]
     first, second, third, fourth = run.ranks[0]["errors"]
     assert first is None and third is None
@@ -244,9 +245,9 @@ def killed_while_saving(world: World, folder: str) -> None:
 
 
 def test_killed_writer_leaves_the_checkpoint_before(tmp_path: Path) -> None:
-    run = run_world(killed_while_saving, ranks=2, args={"folder": str(tmp_path)})
+    run = run_world(killed_while_saving, timeout_s=120, ranks=2, args={"folder": str(tmp_path)})
     assert run.returncode != 0 and not run.timed_out
     latest = latest_valid(tmp_path)
     assert latest is not None and latest.name == "step_000001"
-    loaded = run_world(read, ranks=1, launcher="single", args={"folder": str(tmp_path)}).check().ranks
+    loaded = run_world(read, timeout_s=120, ranks=1, launcher="single", args={"folder": str(tmp_path)}).check().ranks
     assert loaded[0]["meta"] == {"step": 1}

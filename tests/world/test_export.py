@@ -54,7 +54,7 @@ def test_export_loads_and_fails_as_one(tmp_path: Path) -> None:
     (source / "prepared.json").write_text("{}")
     (tmp_path / "file").touch()
     args = {"source": str(source), "target": str(tmp_path / "out"), "occupied": str(tmp_path / "file")}
-    ranks = run_world(export, ranks=2, args=args).check().ranks
+    ranks = run_world(export, timeout_s=120, ranks=2, args=args).check().ranks
     assert ranks[0] == ranks[1] and ranks[0]["drained"] > 20  # rank 1's gathering goes on after rank 0's failure
     occupied, onto_source = ranks[0]["errors"]
     assert "Not a directory" in occupied and "the source model is not overwritten" in onto_source
