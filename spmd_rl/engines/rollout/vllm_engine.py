@@ -47,13 +47,14 @@ class VllmEngine:
         self._names: set[str] = set()  # of the weights that the last update brought
         self._poisoned = False  # a NaN was computed, so the KV cache may hold some
         prepare_environment()
-        with contained():
+        with contained(world.device):
             self._engine = _start(path, rollout, world, max_model_tokens)
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Raises ValueError for a request that does not fit into `max_model_tokens`."""
         for request in requests:
             check_request(request, self.max_model_tokens)
+        self.wake()
         for request in requests:
             name = str(self._submitted)
             self._submitted += 1
@@ -82,6 +83,7 @@ class VllmEngine:
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+        self.wake()
         runner = self._engine.model_executor.driver_worker.worker.model_runner
         model = runner.get_model()
         expected = {name for name, _ in model.named_parameters()}
@@ -115,7 +117,7 @@ class VllmEngine:
             self._engine.sleep(level=1)
 
     def wake(self) -> None:
-        """Undo `sleep`; before `load_weights` or `submit`."""
+        """Undo `sleep`. `submit` and `load_weights` do it too."""
         if self._on_cuda and self._engine.is_sleeping():
             self._engine.wake_up()
 

@@ -13,7 +13,7 @@ import random
 import secrets
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -40,12 +40,14 @@ def prepare_environment() -> None:
 
 
 @contextmanager
-def contained() -> Iterator[None]:
-    """While vLLM starts: undo at the end what must not stay."""
+def contained(device: torch.device) -> Iterator[None]:
+    """While vLLM starts, on `device`: undo at the end what must not stay."""
+    on_cuda = device.type == "cuda"
     environment = dict(os.environ)
     set_num_threads = torch.set_num_threads
     python_state, numpy_state = random.getstate(), np.random.get_state()
-    with torch.random.fork_rng(), warnings.catch_warnings(), _no_memory_binding():
+    generators = torch.random.fork_rng([device] if on_cuda else [])
+    with generators, warnings.catch_warnings(), nullcontext() if on_cuda else _no_memory_binding():
         warnings.simplefilter("ignore", FutureWarning)
         try:
             yield
@@ -66,13 +68,10 @@ def contained() -> Iterator[None]:
 @contextmanager
 def _no_memory_binding() -> Iterator[None]:
     """vLLM's CPU worker would bind all later allocations of this process, also the trainer's, to one NUMA node."""
-    operations: Any = torch.ops._C
-    if torch.cuda.is_available():
-        yield
-        return
-    import vllm.platforms
+    from vllm.platforms import current_platform
 
-    vllm.platforms.current_platform.import_kernels()
+    current_platform.import_kernels()
+    operations: Any = torch.ops._C
     original = operations.init_cpu_memory_env
     operations.init_cpu_memory_env = lambda nodes: None
     try:
@@ -92,10 +91,11 @@ def executor_class(world: World) -> type:
     from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher
 
     identity = secrets.token_hex(4)
+    device_index = world.device.index or 0 if world.device.type == "cuda" else world.local_rank
 
     class Executor(ExecutorWithExternalLauncher):
         def _distributed_args(self) -> tuple[str, int, int]:
-            return f"external:{identity}.{world.rank}", world.rank, world.local_rank
+            return f"external:{identity}.{world.rank}", world.rank, device_index
 
     return Executor
 
