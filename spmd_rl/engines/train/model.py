@@ -90,14 +90,21 @@ def load_model(path: str, dtype: torch.dtype, verify: bool = True) -> PreTrained
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one per rank otherwise
     try:
-        model = AutoModelForCausalLM.from_pretrained(
-            path, config=config, dtype=dtype, attn_implementation="eager", local_files_only=True
+        model, report = AutoModelForCausalLM.from_pretrained(
+            path,
+            config=config,
+            dtype=dtype,
+            attn_implementation="eager",
+            local_files_only=True,
+            output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"model.path: cannot load a causal language model from {path!r}: {_first_line(error)}") from error
     finally:
         if bars:
             logging.enable_progress_bar()
+    if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
+        raise UserError(f"model.path: {path!r} lacks the weight {missing[0]} ({len(missing)} in all)")
     # Dropout would make the new policy differ from the old one before any update.
     model.eval()
     if not getattr(model, "_supports_attention_backend", False):
