@@ -4,13 +4,14 @@
 #include <cstring>
 
 #include "table.h"
+#include "vector_copy.h"
 
 namespace spmd_rl {
 namespace {
 
 constexpr int64_t kGrain = 128;  // chunks that a thread takes at least: below half a megabyte threads cost more
 
-// The bytes of chunks [begin, end), as few calls of memcpy as there are segments in them.
+// The bytes of chunks [begin, end), in as few copies as there are segments in them.
 void copy_chunks(const Table<Segment>& table, int64_t begin, int64_t end) {
   const auto count = static_cast<int64_t>(table.entries.size());
   for (int64_t k = entry_of(table.entries.data(), count, begin); k < count; ++k) {
@@ -18,7 +19,7 @@ void copy_chunks(const Table<Segment>& table, int64_t begin, int64_t end) {
     if (segment.first_chunk >= end) break;
     const int64_t first = std::max<int64_t>(begin - segment.first_chunk, 0) * kChunk;
     const int64_t last = std::min((end - segment.first_chunk) * kChunk, segment.size);
-    std::memcpy(segment.to + first, segment.from + first, static_cast<size_t>(last - first));
+    copy_row(segment.to + first, segment.from + first, last - first);
   }
 }
 
@@ -40,15 +41,19 @@ void slice_chunks(const SliceTable& table, int64_t begin, int64_t end) {
     if (table.casts)
       cast_elements(run);
     else
-      std::memcpy(run.to, run.from, static_cast<size_t>(run.size * table.from_bytes));
+      copy_row(run.to, run.from, run.size * table.from_bytes);
   }
 }
 
 void copy_segments_cpu(std::vector<Tensor> sources, Tensor target, Tensor segments, int64_t /*stream*/) {
-  const Table<Segment> table = segment_table(sources, target, segments);
-  if (table.chunks)
-    torch::stable::parallel_for(0, table.chunks, kGrain,
-                                [&](int64_t begin, int64_t end) { copy_chunks(table, begin, end); });
+  const SegmentList list(sources, target, segments);
+  if (torch::stable::get_num_threads() == 1 || list.bytes() < kGrain * kChunk) {
+    for (int64_t k = 0; k < list.count(); ++k) copy_row(list.to(k), list.from(k), list.size(k));
+    return;
+  }
+  const Table<Segment> table = list.table();
+  torch::stable::parallel_for(0, table.chunks, kGrain,
+                              [&](int64_t begin, int64_t end) { copy_chunks(table, begin, end); });
 }
 
 void copy_slices_cpu(std::vector<Tensor> sources, std::vector<Tensor> targets, Tensor slices, int64_t /*stream*/) {

@@ -75,7 +75,7 @@ void launch(const Table<Entry>& table, const Tensor& near, int64_t stream_handle
 }
 
 void copy_segments_cuda(std::vector<Tensor> sources, Tensor target, Tensor segments, int64_t stream) {
-  launch(segment_table(sources, target, segments), target, stream, CopySegment{});
+  launch(SegmentList(sources, target, segments).table(), target, stream, CopySegment{});
 }
 
 void copy_slices_cuda(std::vector<Tensor> sources, std::vector<Tensor> targets, Tensor slices, int64_t stream) {

@@ -19,40 +19,46 @@ bool inside(int64_t offset, int64_t stride, int64_t rows, int64_t columns, int64
 
 }  // namespace
 
-Table<Segment> segment_table(const std::vector<Tensor>& sources, const Tensor& target, const Tensor& segments) {
+SegmentList::SegmentList(const std::vector<Tensor>& sources, const Tensor& target, const Tensor& segments)
+    : from_(sources.size()) {
   check_index_table(segments, 4, "segments");
   STD_TORCH_CHECK(target.scalar_type() == ScalarType::Byte && target.is_contiguous(), "the target must be uint8");
-  std::vector<const uint8_t*> from(sources.size());
   std::vector<int64_t> length(sources.size());
   for (size_t number = 0; number < sources.size(); ++number) {
     const Tensor& source = sources[number];
     STD_TORCH_CHECK(source.scalar_type() == ScalarType::Byte && source.is_contiguous(), "source ", number,
                     " must be uint8");
     STD_TORCH_CHECK(source.is_cpu() == target.is_cpu(), "source ", number, " and the target must be on one device");
-    from[number] = static_cast<const uint8_t*>(source.const_data_ptr());
+    from_[number] = static_cast<const uint8_t*>(source.const_data_ptr());
     length[number] = source.numel();
   }
-  uint8_t* const to = static_cast<uint8_t*>(target.mutable_data_ptr());
-  const int64_t room = target.numel();
-
-  const int64_t count = segments.size(1);
-  const int64_t* which = segments.const_data_ptr<int64_t>();
-  const int64_t *begin = which + count, *place = begin + count, *size = place + count;
-  Table<Segment> table;
-  table.entries.reserve(static_cast<size_t>(count));
-  for (int64_t k = 0; k < count; ++k) {
-    STD_TORCH_CHECK(which[k] >= 0 && which[k] < static_cast<int64_t>(sources.size()), "segment ", k,
-                    " names source ", which[k], " of ", sources.size());
-    const auto source = static_cast<size_t>(which[k]);
-    STD_TORCH_CHECK(size[k] >= 0 && begin[k] >= 0 && begin[k] <= length[source] && size[k] <= length[source] - begin[k],
-                    "a range lies outside source ", which[k], ": segment ", k);
-    STD_TORCH_CHECK(place[k] >= 0 && place[k] <= room && size[k] <= room - place[k],
+  to_ = static_cast<uint8_t*>(target.mutable_data_ptr());
+  const int64_t room = target.numel(), known = static_cast<int64_t>(sources.size());
+  count_ = segments.size(1);
+  which_ = segments.const_data_ptr<int64_t>();
+  begin_ = which_ + count_;
+  place_ = begin_ + count_;
+  size_ = place_ + count_;
+  for (int64_t k = 0; k < count_; ++k) {
+    STD_TORCH_CHECK(which_[k] >= 0 && which_[k] < known, "segment ", k, " names source ", which_[k], " of ", known);
+    const int64_t held = length[static_cast<size_t>(which_[k])];
+    STD_TORCH_CHECK(size_[k] >= 0 && begin_[k] >= 0 && begin_[k] <= held && size_[k] <= held - begin_[k],
+                    "a range lies outside source ", which_[k], ": segment ", k);
+    STD_TORCH_CHECK(place_[k] >= 0 && place_[k] <= room && size_[k] <= room - place_[k],
                     "a range lies outside the target: segment ", k);
-    if (size[k] == 0) continue;
-    table.entries.push_back({from[source] + begin[k], to + place[k], size[k], table.chunks});
-    table.chunks += chunks_of(size[k]);
-    table.bytes += size[k];
+    bytes_ += size_[k];
   }
+}
+
+Table<Segment> SegmentList::table() const {
+  Table<Segment> table;
+  table.entries.reserve(static_cast<size_t>(count_));
+  for (int64_t k = 0; k < count_; ++k) {
+    if (size_[k] == 0) continue;
+    table.entries.push_back({from(k), to(k), size_[k], table.chunks});
+    table.chunks += chunks_of(size_[k]);
+  }
+  table.bytes = bytes_;
   return table;
 }
 

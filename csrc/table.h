@@ -24,7 +24,23 @@ struct Table {
   int64_t bytes = 0;  // that are read
 };
 
-Table<Segment> segment_table(const std::vector<Tensor>& sources, const Tensor& target, const Tensor& segments);
+// The segments as they were passed, checked to lie inside their tensors.
+class SegmentList {
+ public:
+  SegmentList(const std::vector<Tensor>& sources, const Tensor& target, const Tensor& segments);
+  int64_t count() const { return count_; }
+  int64_t bytes() const { return bytes_; }
+  const uint8_t* from(int64_t k) const { return from_[static_cast<size_t>(which_[k])] + begin_[k]; }
+  uint8_t* to(int64_t k) const { return to_ + place_[k]; }
+  int64_t size(int64_t k) const { return size_[k]; }
+  Table<Segment> table() const;
+
+ private:
+  std::vector<const uint8_t*> from_;
+  uint8_t* to_;
+  int64_t count_, bytes_ = 0;
+  const int64_t *which_, *begin_, *place_, *size_;  // rows of the tensor `segments`
+};
 
 struct SliceTable : Table<Slice> {
   int64_t from_bytes = 1;  // of an element
