@@ -1,5 +1,7 @@
 """Chunked log-probabilities and entropies against log_softmax in float64."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,10 +17,13 @@ def inputs(dtype: torch.dtype = torch.float64, scale: float = 3.0) -> tuple[Tens
     weight = torch.randn(VOCABULARY, WIDTH, generator=generator, dtype=torch.float64)
     bias = torch.randn(VOCABULARY, generator=generator, dtype=torch.float64)
     target = torch.randint(VOCABULARY, (ROWS,), generator=generator)
-    return *(x.to(dtype).requires_grad_() for x in (hidden, weight, bias)), target
+    hidden, weight, bias = (x.to(dtype).requires_grad_() for x in (hidden, weight, bias))
+    return hidden, weight, bias, target
 
 
-def reference(hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def reference(
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, temperature: float
+) -> tuple[Tensor, Tensor]:
     logits = hidden @ weight.T + (0 if bias is None else bias)
     logprobs = (logits / temperature).log_softmax(-1)
     return logprobs[torch.arange(len(target)), target], -(logprobs.exp() * logprobs).sum(-1)
@@ -37,9 +42,9 @@ def test_values_and_gradients(temperature: float, with_bias: bool, chunk: int, b
     sought = [hidden, weight, bias] if with_bias else [hidden, weight]
     by_row = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
     for pick in (lambda lp, h: (lp * by_row).sum(), lambda lp, h: (h * by_row).sum(), lambda lp, h: (lp * h).sum()):
-        got = torch.autograd.grad(pick(*mine), sought, retain_graph=True)
-        expected = torch.autograd.grad(pick(*want), sought, retain_graph=True)
-        for a, b in zip(got, expected, strict=True):
+        gradients = torch.autograd.grad(pick(*mine), sought, retain_graph=True)
+        oracle = torch.autograd.grad(pick(*want), sought, retain_graph=True)
+        for a, b in zip(gradients, oracle, strict=True):
             torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 
@@ -74,13 +79,28 @@ def test_bfloat16_sums_in_float32() -> None:
     logprob, entropy = token_logprobs(hidden, weight, target, chunk=4, vocabulary_block=500)
     assert logprob.dtype == entropy.dtype == torch.float32
     want_logprob, want_entropy = reference(hidden.double(), weight.double(), None, target, 1.0)
-    assert float((logprob - want_logprob).abs().max()) < 5e-3  # one logit's rounding; the sum over 3000 adds none
-    assert float((entropy - want_entropy).abs().max()) < 5e-4
+    # One logit's rounding; the sum over 3000 adds none.
+    assert float((logprob - want_logprob).detach().abs().max()) < 5e-3
+    assert float((entropy - want_entropy).detach().abs().max()) < 5e-4
     got = torch.autograd.grad(logprob.sum(), [hidden, weight])
     want = torch.autograd.grad(want_logprob.sum(), [hidden, weight])
     for a, b in zip(got, want, strict=True):
         assert a.dtype == torch.bfloat16
         assert float((a.double() - b).norm() / b.norm()) < 1e-2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kept_logits_change_nothing(dtype: torch.dtype) -> None:
+    """None, a few or all blocks kept: the same bits, also when the backward pass runs twice."""
+    results = []
+    for kept_bytes in (0, 5 * 7 * dtype.itemsize * 3, 1 << 20):
+        hidden, weight, bias, target = inputs(dtype)
+        out = token_logprobs(hidden, weight, target, 0.7, bias, 5, 7, kept_bytes)
+        total = out[0].sum() + 0.1 * out[1].sum()
+        first = torch.autograd.grad(total, [hidden, weight, bias], retain_graph=True)
+        results.append([*out, *first, *torch.autograd.grad(total, [hidden, weight, bias])])
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def test_extreme_logits_stay_finite() -> None:
@@ -90,7 +110,8 @@ def test_extreme_logits_stay_finite() -> None:
     assert logprob.tolist() == pytest.approx([0.0, -6e4, -torch.tensor(3.0).log().item()])
     assert entropy.tolist() == pytest.approx([0.0, 0.0, torch.tensor(3.0).log().item()])
     (logprob.sum() + entropy.sum()).backward()
-    assert bool(hidden.grad.isfinite().all()) and bool(weight.grad.isfinite().all())
+    assert hidden.grad is not None and bool(hidden.grad.isfinite().all())
+    assert weight.grad is not None and bool(weight.grad.isfinite().all())
 
 
 def test_no_rows() -> None:
@@ -98,7 +119,7 @@ def test_no_rows() -> None:
     logprob, entropy = token_logprobs(hidden[:0], weight, torch.empty(0, dtype=torch.int64))
     assert logprob.shape == entropy.shape == (0,)
     logprob.sum().backward()
-    assert float(weight.grad.abs().sum()) == 0.0
+    assert weight.grad is not None and float(weight.grad.abs().sum()) == 0.0
 
 
 def test_only_what_is_asked_for_gets_a_gradient() -> None:
@@ -115,7 +136,7 @@ def test_no_tensor_of_tokens_by_vocabulary(monkeypatch: pytest.MonkeyPatch) -> N
     class Largest(TorchDispatchMode):
         elements = 0
 
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             out = func(*args, **(kwargs or {}))
             for tensor in out if isinstance(out, (tuple, list)) else [out]:
                 if isinstance(tensor, Tensor):
@@ -124,6 +145,7 @@ def test_no_tensor_of_tokens_by_vocabulary(monkeypatch: pytest.MonkeyPatch) -> N
 
     hidden = torch.randn(512, 4, requires_grad=True)
     weight = torch.randn(1000, 4, requires_grad=True)
+    target = torch.zeros(512, dtype=torch.int64)
     with Largest() as largest:
-        token_logprobs(hidden, weight, torch.zeros(512, dtype=torch.int64), chunk=64, vocabulary_block=100)[0].sum().backward()
+        token_logprobs(hidden, weight, target, chunk=64, vocabulary_block=100)[0].sum().backward()
     assert largest.elements <= 64 * 100

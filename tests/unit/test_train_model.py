@@ -164,6 +164,14 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
         load_tokenizer(str(tmp_path))
 
 
+def test_a_damaged_file_is_refused(tmp_path: Path) -> None:
+    make_tiny_model(tmp_path, "qwen3")
+    file = tmp_path / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:1000])
+    with pytest.raises(UserError, match="cannot load a causal language model from"):
+        load_model(str(tmp_path), torch.float32)
+
+
 def test_missing_weights_are_refused(tmp_path: Path) -> None:
     """A weight that the file lacks must not be made up at random."""
     from safetensors.torch import load_file, save_file

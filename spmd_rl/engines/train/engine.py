@@ -135,7 +135,7 @@ class TrainEngine:
         self.version = int(state["version"])
 
     def _microbatches(self, batch: Batch, counts: Tensor) -> tuple[list[Tensor], int, tuple[float, float]]:
-        """This rank's micro-batches, how many every rank computes, and the sums of `counts` (float64 [2]) over ranks."""
+        """This rank's micro-batches, how many every rank computes, the sums of `counts` (float64 [2]) over ranks."""
         parts: list[Tensor] = []
         if len(batch):
             lengths_S = batch["prompt"].lengths, batch["response"].lengths

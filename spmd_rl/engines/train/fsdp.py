@@ -47,7 +47,7 @@ def recompute_layers(policy: PolicyModel) -> None:
         def recomputed(*args: Any, _forward: Any = forward, **kwargs: Any) -> Any:
             return checkpoint(_forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
 
-        layer.forward = recomputed  # type: ignore[method-assign]
+        layer.forward = recomputed
 
 
 @contextmanager

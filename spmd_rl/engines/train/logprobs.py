@@ -2,7 +2,7 @@
 
 The logits of one chunk of tokens and one block of the vocabulary exist at a time; a running maximum and running
 sums per token join the blocks (Milakov and Gimelshein, 2018, arXiv:1805.02867). The backward pass computes the logits
-again. With z = logits / temperature, p = softmax(z) and H the entropy:
+again, but for some that were kept. With z = logits / temperature, p = softmax(z) and H the entropy:
 
     d log p_t / dz_j = [j = t] - p_j        dH / dz_j = -p_j (log p_j + H)
 """
@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+KEPT_BYTES = 1 << 27
 VOCABULARY_BLOCK = {"cpu": 2048, "cuda": 16384}  # a CPU block stays in the cache; a GPU wants few, large kernels
 
 
@@ -27,16 +28,20 @@ def token_logprobs(
     bias_V: Tensor | None = None,
     chunk: int = 1024,
     vocabulary_block: int = 0,
+    kept_bytes: int = KEPT_BYTES,
 ) -> tuple[Tensor, Tensor]:
-    """float32 [R], float32 [R]: log-probability of `target_R` (int64) and entropy in nats, of softmax(logits / temperature).
+    """float32 [R], float32 [R]: log-probability of `target_R` (int64 [R]), and entropy in nats, under
+    softmax(logits / temperature).
 
     hidden_RH, weight_VH, bias_V: of one float dtype, in which the products are made; all else is float32 (or float64,
-    where they are). At most `chunk` x `vocabulary_block` logits exist at one time (0: what suits the device).
+    where they are). At most `chunk` x `vocabulary_block` logits (0: what suits the device) are in work at one time.
+    kept_bytes: logits of so many bytes wait for the backward pass, which need not compute those again.
     """
     if temperature <= 0:
         raise ValueError(f"temperature must be above 0 for log-probabilities, not {temperature}")
     block = vocabulary_block or VOCABULARY_BLOCK[hidden_RH.device.type]
-    return _TokenLogprobs.apply(hidden_RH, weight_VH, bias_V, target_R, temperature, chunk, block)
+    kept_bytes = kept_bytes if torch.is_grad_enabled() else 0
+    return _TokenLogprobs.apply(hidden_RH, weight_VH, bias_V, target_R, temperature, chunk, block, kept_bytes)
 
 
 def _ranges(size: int, step: int) -> Iterator[tuple[int, int]]:
@@ -54,9 +59,10 @@ class _TokenLogprobs(torch.autograd.Function):
         temperature: float,
         chunk: int,
         block: int,
+        kept_bytes: int,
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
-        work = _Logits(hidden_RH, weight_VH, bias_V, target_R, temperature)
+        work = _Logits(hidden_RH, weight_VH, bias_V, target_R, temperature, {}, kept_bytes)
         rows = target_R.shape[0]
         peak_R = hidden_RH.new_full((rows,), float("-inf"), dtype=work.dtype)  # largest z so far
         mass_R = torch.zeros_like(peak_R)  # sum of exp(z - peak)
@@ -81,14 +87,14 @@ class _TokenLogprobs(torch.autograd.Function):
         lse_R = peak_R + mass_R.log()
         entropy_R = mass_R.log() - moment_R / mass_R
         ctx.save_for_backward(hidden_RH, weight_VH, bias_V, target_R, lse_R, entropy_R)
-        ctx.temperature, ctx.chunk, ctx.block = temperature, chunk, block
+        ctx.temperature, ctx.chunk, ctx.block, ctx.kept = temperature, chunk, block, work.kept
         return picked_R - lse_R, entropy_R
 
     @staticmethod
     def backward(ctx: Any, grad_logprob_R: Tensor | None, grad_entropy_R: Tensor | None) -> tuple[Tensor | None, ...]:
         hidden_RH, weight_VH, bias_V, target_R, lse_R, entropy_R = ctx.saved_tensors
         wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
-        work = _Logits(hidden_RH, weight_VH, bias_V, target_R, ctx.temperature)
+        work = _Logits(hidden_RH, weight_VH, bias_V, target_R, ctx.temperature, ctx.kept, room=0)
         if grad_logprob_R is None:
             grad_logprob_R = torch.zeros_like(lse_R)
         d_hidden = torch.zeros(hidden_RH.shape, dtype=work.dtype, device=hidden_RH.device) if wants_hidden else None
@@ -123,23 +129,40 @@ class _TokenLogprobs(torch.autograd.Function):
                 d_weight[v0:v1] = block_weight if target_R.shape[0] else 0.0
             if d_bias is not None:
                 d_bias[v0:v1] = block_bias
-        return d_hidden.to(hidden_RH.dtype) if d_hidden is not None else None, d_weight, d_bias, *[None] * 4
+        return d_hidden.to(hidden_RH.dtype) if d_hidden is not None else None, d_weight, d_bias, *[None] * 5
 
 
 class _Logits:
-    """Logits of any chunk and block; `dtype` is that of everything but the products."""
+    """Logits of any chunk and block; `dtype` is that of everything but the products.
+
+    kept: logits by (first row, first column), each handed out once; room: bytes that may still be added to them.
+    """
 
     def __init__(
-        self, hidden_RH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, target_R: Tensor, temperature: float
+        self,
+        hidden_RH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        target_R: Tensor,
+        temperature: float,
+        kept: dict[tuple[int, int], Tensor],
+        room: int,
     ) -> None:
         self.hidden_RH, self.weight_VH, self.bias_V, self.target_R = hidden_RH, weight_VH, bias_V, target_R
-        self.temperature = temperature
+        self.temperature, self.kept, self.room = temperature, kept, room
         self.dtype = torch.float64 if hidden_RH.dtype == torch.float64 else torch.float32
 
     def logits(self, r0: int, r1: int, v0: int, v1: int) -> Tensor:
         """[r1 - r0, v1 - v0], divided by the temperature; the caller may overwrite it."""
-        bias = None if self.bias_V is None else self.bias_V[v0:v1]
-        z = F.linear(self.hidden_RH[r0:r1], self.weight_VH[v0:v1], bias).to(self.dtype)
+        product = self.kept.pop((r0, v0), None)
+        if product is None:
+            bias = None if self.bias_V is None else self.bias_V[v0:v1]
+            product = F.linear(self.hidden_RH[r0:r1], self.weight_VH[v0:v1], bias)
+        keep = product.nbytes <= self.room
+        if keep:
+            self.kept[r0, v0] = product
+            self.room -= product.nbytes
+        z = product.to(self.dtype, copy=keep)
         return z if self.temperature == 1.0 else z.mul_(1.0 / self.temperature)
 
     def targets(self, r0: int, r1: int, v0: int, v1: int) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from transformers.utils import logging
@@ -79,14 +80,15 @@ def load_tokenizer(path: str) -> Any:
 
 
 def load_model(path: str, dtype: torch.dtype, verify: bool = True) -> PreTrainedModel:
-    """The causal language model in `path` with weights of `dtype`, on the CPU, in evaluation mode, with packed attention.
+    """The causal language model in `path`, weights of `dtype` on the CPU, in evaluation mode, with packed attention.
 
     verify: compare packed log-probabilities with the model's own first. Raises UserError where the folder has no
     usable weights, or where the architecture cannot be computed packed.
     """
     config = load_config(path)
     if getattr(config, "is_encoder_decoder", False):
-        raise UserError(f"model.path: {path!r} is an encoder-decoder model ({config.model_type}); a causal one is wanted")
+        kind = f"an encoder-decoder model ({config.model_type})"
+        raise UserError(f"model.path: {path!r} is {kind}; a causal one is wanted")
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one per rank otherwise
     try:
@@ -98,8 +100,9 @@ def load_model(path: str, dtype: torch.dtype, verify: bool = True) -> PreTrained
             local_files_only=True,
             output_loading_info=True,
         )
-    except (OSError, ValueError, KeyError, RuntimeError) as error:
-        raise UserError(f"model.path: cannot load a causal language model from {path!r}: {_first_line(error)}") from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
+        what = f"cannot load a causal language model from {path!r}"
+        raise UserError(f"model.path: {what}: {_first_line(error)}") from error
     finally:
         if bars:
             logging.enable_progress_bar()

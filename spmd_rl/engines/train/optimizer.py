@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-import torch
 from torch import nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
@@ -43,10 +42,12 @@ def build_optimizer(
     Weight decay leaves out vectors (norms, biases), as is usual: they scale and shift, and have nothing to decay to.
     """
     lr_factor(config, 0, total_steps)  # refuse an unknown schedule now, not at the first step
-    matrices, vectors = [], []
+    matrices: list[nn.Parameter] = []
+    vectors: list[nn.Parameter] = []
     for parameter in parameters:
         (matrices if parameter.dim() > 1 else vectors).append(parameter)
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
     first, second = config.betas
-    optimizer = AdamW([g for g in groups if g["params"]], lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
+    used = [group for group in groups if group["params"]]
+    optimizer = AdamW(used, lr=config.lr, betas=(first, second), eps=config.eps, fused=True)
     return optimizer, LambdaLR(optimizer, lambda step: lr_factor(config, step, total_steps))

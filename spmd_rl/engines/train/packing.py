@@ -73,7 +73,8 @@ def pack(batch: Batch, shared: bool) -> Packed:
         if len(responses[sample]) == 0:
             continue
         if len(prompts[sample]) == 0:
-            raise UserError(f"sample {tuple(batch.ids[sample].tolist())} has an empty prompt; give it at least one token")
+            identity = tuple(batch.ids[sample].tolist())
+            raise UserError(f"sample {identity} has an empty prompt; give it at least one token")
         members.setdefault(group, []).append(sample)
 
     ids: list[Tensor] = []

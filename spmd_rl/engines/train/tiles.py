@@ -138,8 +138,9 @@ class _TileWork:
 
     def _rows(self, x_THD: Tensor, first: int) -> Tensor:
         """The tokens of all rows from `first` on, [R * n, ...]; a view where they are consecutive."""
-        if self.tile.start is None:
+        if self.tile.token_N is not None:
             return x_THD.index_select(0, self.tile.token_N)
+        assert self.tile.start is not None
         return x_THD[self.tile.start + first : self.tile.start + self.tile.rows * self.tile.length]
 
     def take_queries(self, x_THD: Tensor) -> Tensor:
@@ -201,7 +202,7 @@ class _TileWork:
         self._put_real(target_THD, x.reshape(-1, *target_THD.shape[1:]))
 
     def add_keys(self, target_THD: Tensor, prefix: Tensor, own: Tensor) -> None:
-        """Adds what belongs to the prefix and to the own keys. Padding keys are seen by padding alone: nothing is lost."""
+        """Adds what belongs to the prefix and to the own keys. Padding keys are seen by padding alone."""
         start, length = self.tile.prefix
         target_THD[start : start + length] += prefix.transpose(0, 1)
         own = own.view(self.heads, -1, self.tile.length, self.dim).permute(1, 2, 0, 3)
@@ -209,7 +210,8 @@ class _TileWork:
             rows = self._rows(target_THD, 0)
             rows.view(own.shape).add_(own)
             return
-        self._put_real(target_THD, own.reshape(-1, *target_THD.shape[1:]))  # the first with these keys: nothing to add to
+        # The first tile with these keys: there is nothing yet to add to.
+        self._put_real(target_THD, own.reshape(-1, *target_THD.shape[1:]))
 
     def _put_real(self, target_THD: Tensor, x_NHD: Tensor) -> None:
         token_N, real_N = self.tile.token_N, self.tile.real_N
