@@ -45,6 +45,7 @@ class SourceConfig:
     answer_column: str = "answer"  # handed to the reward functions with the whole row
     system_prompt: str = ""  # first message, where the row is plain text
     prompt_template: str = "{prompt}"  # wraps a plain-text prompt
+    examples: list[list[str]] = field(default_factory=list)  # [prompt, response] turns shown before a plain-text prompt
     weight: float = 1.0  # how often an epoch goes through the rows (training only); 0.5: half of them, in turns
 
 

@@ -14,8 +14,8 @@ from spmd_rl.data.tables import first_line
 class PromptEncoder:
     """Renders and tokenises prompts as `config` says.
 
-    With `chat_template`, plain text becomes [system prompt, where there is one; user: prompt_template with the text
-    in the place {prompt}], a list of messages is taken as it is, and the tokenizer's chat template renders them up to
+    With `chat_template`, plain text becomes [system prompt, where there is one; the examples as earlier turns; user:
+    prompt_template with the text in the place {prompt}], a list of messages is taken as it is, and the tokenizer's chat template renders them up to
     the place where the response begins. Without, the templated text is tokenised as the tokenizer does by itself
     (with its beginning-of-sequence token, where it has one). Raises UserError where the tokenizer has no chat template.
     """
@@ -51,12 +51,16 @@ class PromptEncoder:
 
     def _render(self, source: Source, prompt: Any, where: str) -> str:
         if isinstance(prompt, str):
+            template = source.config.prompt_template
             # Not str.format: templates hold braces of their own, as in \boxed{}.
-            prompt = source.config.prompt_template.replace("{prompt}", prompt)
+            prompt = template.replace("{prompt}", prompt)
             if not self._config.chat_template:
                 return prompt
             system = source.config.system_prompt
             messages = [{"role": "system", "content": system}] if system else []
+            for question, response in source.config.examples:
+                messages.append({"role": "user", "content": template.replace("{prompt}", question)})
+                messages.append({"role": "assistant", "content": response})
             messages.append({"role": "user", "content": prompt})
         else:
             messages = _checked_messages(prompt, source.prompt_column, where)

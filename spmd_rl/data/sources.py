@@ -48,6 +48,8 @@ class Source:
             raise UserError(f"{key}: exactly one of path and generator is wanted")
         if "{prompt}" not in config.prompt_template:
             raise UserError(f"{key}: prompt_template lacks the place {{prompt}}")
+        if any(len(example) != 2 for example in config.examples):
+            raise UserError(f"{key}: each of examples is a list of two texts, [prompt, response]")
         if config.weight <= 0:
             raise UserError(f"{key}: weight={config.weight}; a number above 0 is wanted")
         table = _open_table(config, key)

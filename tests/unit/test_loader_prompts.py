@@ -128,3 +128,25 @@ def test_the_caller_s_tokenizer_is_left_alone(tokenizer, tmp_path):
     state = tokenizer._tokenizer.padding, tokenizer._tokenizer.truncation
     assert encoder.encode(source, source.row(0), "") == before
     assert (tokenizer._tokenizer.padding, tokenizer._tokenizer.truncation) == state != (None, None)
+
+
+def test_examples_are_earlier_turns(tokenizer, tmp_path):
+    source = source_of(
+        tmp_path,
+        {"prompt": "3+3"},
+        system_prompt="S",
+        prompt_template="{prompt} =",
+        examples=[["1+1", "2"], ["2+2", "4"]],
+    )
+    messages = [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "1+1 ="},
+        {"role": "assistant", "content": "2"},
+        {"role": "user", "content": "2+2 ="},
+        {"role": "assistant", "content": "4"},
+        {"role": "user", "content": "3+3 ="},
+    ]
+    right = tokenizer.apply_chat_template(messages, tokenize=True, add_generation_prompt=True, return_dict=False)
+    assert encode(tokenizer, source) == right
+    with pytest.raises(UserError, match=r"each of examples is a list of two texts"):
+        source_of(tmp_path, {"prompt": "x"}, examples=[["alone"]])

@@ -8,7 +8,7 @@ import pytest
 from spmd_rl.config.schema import RewardConfig, RewardFunctionConfig, SourceConfig
 from spmd_rl.data.sources import Source, row_bytes
 from spmd_rl.data.tables import HASH_DEPENDENT
-from spmd_rl.engines.reward.builtin import exact_match, math_verify, reasoning_gym
+from spmd_rl.engines.reward.builtin import exact_match, math_verify, near_number, reasoning_gym
 from spmd_rl.engines.reward.pool import RewardPool
 
 RIGHT: list[tuple[object, str]] = [
@@ -135,3 +135,23 @@ def test_a_scorer_that_fails_on_the_right_answer_is_not_silenced():
     row = rows_of("n_queens")[0]
     with pytest.raises(KeyError):
         reasoning_gym("?", "2 x 3", {**row, "metadata": {}})
+
+
+@pytest.mark.parametrize(
+    ("response", "value"),
+    [
+        ("-4", 1.0),
+        (" -4\n", 1.0),
+        ("-4.0", 1.0),
+        ("-3", 0.5 / 1.2),
+        ("1", 0.25),
+        ("-9", 0.25),
+        ("it is -4", 0.0),
+        ("", 0.0),
+    ],
+)
+def test_near_number_falls_with_the_error_and_only_the_answer_is_1(response, value):
+    assert near_number("", response, {"answer": "-4"}) == pytest.approx(value)
+    assert near_number("", response, {"answer": "-4"}, scale=1e-9) == pytest.approx(float(value == 1), abs=1e-8)
+    with pytest.raises(ValueError, match="four"):
+        near_number("", response, {"answer": "four"})

@@ -22,6 +22,20 @@ def exact_match(prompt: str, response: str, row: Row, tag: str = "") -> float:
     return float(extracted(response, tag) == str(_answer(row)).strip())
 
 
+def near_number(prompt: str, response: str, row: Row, scale: float = 5.0, tag: str = "") -> float:
+    """1 where the response is the row's answer, a number; 0.5 / (1 + error / scale) for another number; else 0.
+
+    A wrong number is worth more the nearer it is, so that a model that is rarely right still learns from its groups.
+    Raises ValueError where the answer is no number. tag: see `extracted`.
+    """
+    gold = float(_answer(row))
+    number = re.fullmatch(r"[+-]?\d+(\.\d+)?", extracted(response, tag))
+    if number is None:
+        return 0.0
+    error = abs(float(number[0]) - gold)
+    return 1.0 if error == 0 else 0.5 / (1.0 + error / scale)
+
+
 def math_verify(prompt: str, response: str, row: Row, tag: str = "") -> float:
     """1 where math-verify finds the last expression of the response equal to the row's answer, else 0.
 

@@ -19,7 +19,9 @@ from typing import Any
 from spmd_rl.config.errors import UserError
 from spmd_rl.engines.reward import builtin
 
-BUILTIN = {f.__name__: f for f in (builtin.exact_match, builtin.math_verify, builtin.reasoning_gym)}
+BUILTIN = {
+    f.__name__: f for f in (builtin.exact_match, builtin.near_number, builtin.math_verify, builtin.reasoning_gym)
+}
 
 
 @dataclass(frozen=True)
