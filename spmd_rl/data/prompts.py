@@ -15,9 +15,10 @@ class PromptEncoder:
     """Renders and tokenises prompts as `config` says.
 
     With `chat_template`, plain text becomes [system prompt, where there is one; the examples as earlier turns; user:
-    prompt_template with the text in the place {prompt}], a list of messages is taken as it is, and the tokenizer's chat template renders them up to
-    the place where the response begins. Without, the templated text is tokenised as the tokenizer does by itself
-    (with its beginning-of-sequence token, where it has one). Raises UserError where the tokenizer has no chat template.
+    prompt_template with the text in the place {prompt}], a list of messages is taken as it is, and the tokenizer's
+    chat template renders them up to the place where the response begins. Without, the templated text is tokenised as
+    the tokenizer does by itself (with its beginning-of-sequence token, where it has one). Raises UserError where the
+    tokenizer has no chat template.
     """
 
     def __init__(self, tokenizer: Any, config: DataConfig) -> None:

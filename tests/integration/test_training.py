@@ -64,7 +64,8 @@ def test_the_run_folder_holds_what_the_readme_says(alone):
     steps = metrics(alone)
     wanted = {
         "step", "samples", "reward/mean", "reward/std", "reward/zero_variance_fraction", "response/length_mean",
-        "response/truncated_fraction", "loss/policy", "loss/kl", "entropy", "grad_norm", "lr", "mismatch/kl", "time/step",
+        "response/truncated_fraction", "loss/policy", "loss/kl", "entropy", "grad_norm", "lr", "mismatch/kl",
+        "time/step",
         "time/rollout", "time/update", "time/sync", "tokens/generated", "tokens/trained", "throughput/samples_per_s",
         "memory/peak_gib",
     }  # fmt: skip
@@ -95,7 +96,8 @@ def test_ray_is_never_imported(tmp_path, model):
     probe = tmp_path / "probe.py"
     probe.write_text(
         "import sys\nfrom spmd_rl.main import main\n"
-        "status = main(sys.argv[1:])\nprint('RAY', any(m.split('.')[0] == 'ray' for m in sys.modules))\nsys.exit(status)\n"
+        "status = main(sys.argv[1:])\n"
+        "print('RAY', any(m.split('.')[0] == 'ray' for m in sys.modules))\nsys.exit(status)\n"
     )
     from tests.world.harness import run_world
 

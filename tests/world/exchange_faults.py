@@ -28,7 +28,7 @@ def faults(world: World, transport: str) -> dict[str, Any]:
     last = world.rank == world.size - 1
     mine = [(0, world.rank, s) for s in range(3)]
     good = make_samples(mine, SIMPLE)
-    heard = {}
+    heard: dict[str, str] = {}
 
     def attempt(name: str, batch: Batch, source: Layout = everyone, **options: Any) -> None:
         try:
