@@ -55,13 +55,13 @@ def start(
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n") if line]
 
 
 def samples(run: Path) -> dict[tuple[int, ...], tuple[int, str, float]]:
     """id → (step, response, reward) of all training samples."""
     found = {}
-    for line in (run / "samples.jsonl").read_text().splitlines():
+    for line in (run / "samples.jsonl").read_text().split("\n")[:-1]:  # not splitlines: text may hold U+2028
         record = json.loads(line)
         if not record["eval"]:
             found[tuple(record["id"])] = (record["step"], record["response"], round(record["reward"], 6))

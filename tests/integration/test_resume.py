@@ -156,7 +156,7 @@ def test_evaluations_and_the_exported_model(tmp_path, model):
     lines = metrics(tmp_path / "run")
     assert [line["step"] for line in lines if "eval/held_out/pass@1" in line] == [0, 1, 2]
     assert lines[0]["eval/held_out/n"] == 6
-    records = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    records = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().split("\n")[:-1]]
     assert sum(r["eval"] for r in records) == 3 * 4 and sum(not r["eval"] for r in records) == 2 * 4
     before = AutoModelForCausalLM.from_pretrained(model).state_dict()
     after = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "model").state_dict()
