@@ -62,7 +62,7 @@ def run_world(
     target: str | Path | Callable[..., Any],
     ranks: int = 2,
     launcher: str | Sequence[str] = "torchrun",
-    timeout_s: float = 60.0,
+    timeout_s: float = 120.0,
     args: Mapping[str, Any] | Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),

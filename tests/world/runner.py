@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def run_function(folder: Path, target: str, task: dict[str, Any]) -> None:
-    from spmd_rl.comm.bootstrap import bootstrap, shutdown
+    from spmd_rl.comm.bootstrap import bootstrap, leave, shutdown
     from spmd_rl.config.schema import CommConfig
 
     sys.path.pop(0)  # this folder: its files are imported as tests.world.*, if at all
@@ -53,6 +53,7 @@ def run_function(folder: Path, target: str, task: dict[str, Any]) -> None:
         partial.write_text(json.dumps(result))
         partial.rename(folder / f"rank-{world.rank}.json")
     shutdown(world)
+    leave(0)
 
 
 if __name__ == "__main__":

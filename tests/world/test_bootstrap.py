@@ -138,3 +138,19 @@ def test_a_rank_with_another_plan_is_named_on_every_rank() -> None:
         assert messages[0].endswith("on 2 of 3 ranks")
     assert len(result.ranks[0]) == 1
     assert "schedule is not the same on all ranks: rank 2 (" in result.ranks[1][1]
+
+
+LEAVER = """
+import atexit, sys, threading, time
+from spmd_rl.comm.bootstrap import leave
+atexit.register(print, "registered first")
+atexit.register(print, "registered last")
+threading.Thread(target=time.sleep, args=(60,)).start()  # a thread that a library left running
+print("buffered", end=" ")
+leave(7)
+"""
+
+
+def test_leaving_runs_exit_functions_flushes_and_keeps_the_status() -> None:
+    done = subprocess.run([sys.executable, "-c", LEAVER], capture_output=True, text=True, timeout=50)
+    assert (done.returncode, done.stdout) == (7, "buffered registered last\nregistered first\n")

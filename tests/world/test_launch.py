@@ -14,11 +14,12 @@ from tests.world.harness import ROOT, find_mpirun
 PROGRAM = f"""
 import sys
 sys.path[:] = [{str(ROOT)!r}] + sys.path[1:]
-from spmd_rl.comm.bootstrap import bootstrap, shutdown
+from spmd_rl.comm.bootstrap import bootstrap, leave, shutdown
 from spmd_rl.config.schema import CommConfig
 world = bootstrap(CommConfig())
 print(f"{{world.source}} {{world.rank}} of {{world.size}} {{sys.argv[1:]}}\\n", end="", flush=True)
 shutdown(world)
+leave(0)
 """
 SCRIPTS = ["torchrun.sh", "mpirun.sh", "nsys.sh"]
 

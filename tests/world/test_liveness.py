@@ -123,9 +123,8 @@ def raise_one(world: World, kind: str) -> None:
         reduce_for_ever(world)
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_an_exception_on_one_rank_ends_all_and_is_named(launcher: str) -> None:
-    result = run_world(raise_one, ranks=3, launcher=launcher, args={"kind": "plain"})
+def test_an_exception_on_one_rank_ends_all_and_is_named() -> None:
+    result = run_world(raise_one, ranks=3, args={"kind": "plain"})
     assert not result.timed_out and result.returncode != 0 and result.seconds < 40
     (line,) = alarms(result)
     assert re.match(r"rank 1 \(.*\) failed in stage 'reward' of step 5: KeyError: .*answer.*; it stops the job", line)
@@ -166,9 +165,8 @@ def end_late(world: World) -> str:
     return "ended"
 
 
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_ranks_may_end_at_different_times(launcher: str) -> None:
-    result = run_world(end_late, ranks=4, launcher=launcher).check()
+def test_ranks_may_end_at_different_times() -> None:
+    result = run_world(end_late, ranks=4).check()
     assert result.ranks == ["ended"] * 4
     assert alarms(result) == []
 
@@ -192,7 +190,7 @@ def leave_a_child(world: World) -> None:
     with watched(world) as watch, watch.stage("reward", 1):
         if world.rank == 1:
             if os.fork() == 0:
-                time.sleep(20)
+                time.sleep(120)
                 os._exit(0)
             time.sleep(0.3)
             os.kill(os.getpid(), signal.SIGKILL)
@@ -201,7 +199,7 @@ def leave_a_child(world: World) -> None:
 
 def test_a_forked_child_does_not_hide_the_death_of_its_parent() -> None:
     result = run_world(leave_a_child, ranks=2)
-    assert result.seconds < 15
+    assert not result.timed_out
     assert any("rank 1" in line and "died in stage 'reward' of step 1" in line for line in alarms(result))
 
 

@@ -39,7 +39,7 @@ def slurm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
 
 def test_srun_places_ranks_unevenly_on_two_nodes(slurm: dict[str, str]) -> None:
     launcher = ["srun", "-N2", "-n3", "--overcommit", "--kill-on-bad-exit=1"]
-    result = run_world(place, ranks=3, launcher=launcher, env=slurm, timeout_s=90).check()
+    result = run_world(place, ranks=3, launcher=launcher, env=slurm).check()
     places = [got["place"] for got in result.ranks]
     assert places == [[0, 3, 0, 2, 0, 2], [1, 3, 1, 2, 0, 2], [2, 3, 0, 1, 1, 2]]
     for rank, got in enumerate(result.ranks):
@@ -49,7 +49,7 @@ def test_srun_places_ranks_unevenly_on_two_nodes(slurm: dict[str, str]) -> None:
 def test_srun_a_killed_rank_is_named_and_all_end(slurm: dict[str, str]) -> None:
     """Also without --kill-on-bad-exit: the ranks end by themselves."""
     launcher = ["srun", "-N2", "-n4", "--overcommit", "--kill-on-bad-exit=0"]
-    result = run_world(kill_one, ranks=4, launcher=launcher, args={"where": "collective"}, env=slurm, timeout_s=90)
+    result = run_world(kill_one, ranks=4, launcher=launcher, args={"where": "collective"}, env=slurm)
     gone_s = time.time() - float(re.search(r"killed at ([\d.]+)", result.stdout)[1])  # type: ignore[index]
     assert not result.timed_out and result.returncode != 0 and gone_s < 10
     assert any(re.match(r"rank 2 .* died in stage 'rollout' of step 7", line) for line in alarms(result))
