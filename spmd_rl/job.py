@@ -40,8 +40,9 @@ def run(config: Config) -> int:
     world = bootstrap(config.comm, config.run.threads)
     with Liveness(world, config.comm) as watch:
         with watch.stage("start", 0):
+            declared = load_graph(config.run.graph)(config, world.size)
             check_world(config, world.size)
-            graph = resolve(load_graph(config.run.graph)(config, world.size), world.size)
+            graph = resolve(declared, world.size)
         with ExitStack() as opened:
             Job(config, world, graph, watch, opened).run()
     shutdown(world)

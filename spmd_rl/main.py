@@ -29,7 +29,7 @@ from spmd_rl.config.load import load_config, to_yaml  # noqa: E402
 from spmd_rl.config.schema import Config  # noqa: E402
 
 EXIT_USER_ERROR = 2
-_OTHERS_FIRST_S = 3.0
+_OTHERS_WAIT_S = 5.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -57,8 +57,9 @@ def dry_run(config: Config, ranks: int) -> str:
     from spmd_rl.graph.graph import load_graph, resolve
     from spmd_rl.graph.plan import make_plan
 
+    declared = load_graph(config.run.graph)(config, ranks)
     check_world(config, ranks)
-    graph = resolve(load_graph(config.run.graph)(config, ranks), ranks)
+    graph = resolve(declared, ranks)
     sizes = "\n".join(f"  {name}: {value:g}" for name, value in derived_sizes(config, ranks).items())
     return (
         f"# configuration\n{to_yaml(config)}\n# derived sizes on {ranks} ranks\n{sizes}\n\n"
@@ -85,9 +86,14 @@ def _complain(error: UserError) -> None:
     except UserError:
         rank = 0
     if rank:
-        time.sleep(_OTHERS_FIRST_S)
+        time.sleep(_OTHERS_WAIT_S)
     print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    if status == EXIT_USER_ERROR:
+        # At once, without the clean-up of half-started libraries: the other ranks wait to see this one gone.
+        sys.stdout.flush()
+        os._exit(status)
+    sys.exit(status)

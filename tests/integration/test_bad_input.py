@@ -19,8 +19,8 @@ def refusal(config, *overrides, ranks=1) -> str:
     assert done.returncode != 0, done.stdout
     if ranks == 1:
         assert done.returncode == 2, done.stderr[-2000:]
+        assert "Traceback" not in done.stderr
     assert len(lines) == 1, done.stderr[-2000:]
-    assert "Traceback" not in done.stderr.split("torch.distributed.elastic")[0]
     assert "step 1" not in done.stdout
     return lines[0]
 
@@ -36,7 +36,7 @@ def refusal(config, *overrides, ranks=1) -> str:
         (["data.max_prompt_tokens=3"], "max_prompt_tokens"),
         (["reward.functions[0].function=rewards_that_are_not:there"], "rewards_that_are_not"),
         (["algorithm.advantage=gropo"], "did you mean grpo"),
-        (["rollout.tensor_parallel=3"], "does not divide the model's 8 attention heads"),
+        (["rollout.tensor_parallel=3"], "does not divide the 8 attention heads"),
         (["run.graph=spmd_rl.recipes.grpo:graf"], "did you mean graph"),
     ],
 )
@@ -76,7 +76,7 @@ def test_data_files(tmp_path, model):
         ("raise KeyError('no such thing')", "no such thing"),
         ("return None", "None"),
         ("return float('nan')", "NaN"),
-        ("import time; time.sleep(60)", "1 s|1.0 s"),
+        ("import time; time.sleep(60)", "reward.timeout_s=1"),
     ],
 )
 def test_a_reward_that_fails_stops_the_run_by_name_of_the_sample(tmp_path, model, body, said):
@@ -85,14 +85,15 @@ def test_a_reward_that_fails_stops_the_run_by_name_of_the_sample(tmp_path, model
     done = start(config, ranks=1, launcher="single", timeout_s=90)
     assert done.returncode not in (0, None)
     line = next(line for line in done.stderr.splitlines() if "letters" in line and "sample" in line)
-    assert any(part.lower() in line.lower() for part in said.split("|")), line
+    assert said.lower() in line.lower(), line
     assert "sample (epoch 0, prompt " in line
 
 
 def test_a_reward_that_fails_can_be_excluded_instead(tmp_path, model):
     config = tiny_config(tmp_path, model, reward={"on_error": "exclude"})
     (tmp_path / "rewards.py").write_text(
-        "def letters(prompt, response, row):\n    if len(response) % 3 == 0: return None\n    return len(response)\n"
+        "def letters(prompt, response, row):\n    number = sum(map(ord, response))\n"
+        "    return None if number % 3 == 0 else number % 7\n"
     )
     start(config, "train.steps=2", ranks=2).check()
     from tests.integration.program import metrics
