@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -86,6 +87,7 @@ def exercise(world: World, folder: str, other: str) -> dict[str, Any]:
     long = make_requests(prompts=16, samples=1, length=70, sampling=Sampling(max_tokens=4))  # over the prefill budget
     result["long difference"] = difference(old, long, generate(engine, long, deadline_s=60))
 
+    result["computed"] = _computed_tokens(engine)
     tokenizer = AutoTokenizer.from_pretrained(folder)
     result["stop"] = _stop_strings(engine, tokenizer)
     result["update"] = _update(engine, old, new)
@@ -108,6 +110,25 @@ def _message(action: Any) -> str:
     return "nothing was raised"
 
 
+def _computed_tokens(engine: Any) -> list[list[int]]:
+    """How many tokens each of the first two steps computes, for two groups of five: short prompts, then longer ones."""
+    executor, counts = engine._engine.model_executor, []
+    execute = executor.execute_model
+
+    def counting(scheduler_output: Any, *arguments: Any, **options: Any) -> Any:
+        counts.append(scheduler_output.total_num_scheduled_tokens)
+        return execute(scheduler_output, *arguments, **options)
+
+    executor.execute_model = counting
+    found = []
+    for length in (20, 70):
+        counts.clear()
+        generate(engine, make_requests(prompts=2, samples=5, length=length, seed=length), deadline_s=60)
+        found.append(counts[:2])
+    executor.execute_model = execute
+    return found
+
+
 def _stop_strings(engine: RolloutEngine, tokenizer: Any) -> dict[str, Any]:
     free = generate(engine, make_requests(), deadline_s=60)
     stop = next(tokenizer.decode(c.tokens[k]) for c in free for k in range(2, len(c.tokens)) if 35 < c.tokens[k] < 90)
@@ -118,7 +139,7 @@ def _stop_strings(engine: RolloutEngine, tokenizer: Any) -> dict[str, Any]:
 
 def _update_requests() -> list[Request]:
     """Greedy, and with prompts of more than one cache block, so that the prefix cache has something to keep."""
-    return make_requests(sampling=Sampling(temperature=0.0, max_tokens=24), length=70, samples=2)
+    return make_requests(sampling=Sampling(temperature=0.0, max_tokens=24), length=70, prompts=8, samples=1)
 
 
 def _update(engine: RolloutEngine, old: Path, new: Path) -> dict[str, Any]:
@@ -129,10 +150,14 @@ def _update(engine: RolloutEngine, old: Path, new: Path) -> dict[str, Any]:
     weights = iter(state(new).items())
     engine.load_weights(weights, version=5)
     result["consumed"] = next(weights, None) is None
+    # The same prompts again, beside the requests that computed them under the old weights.
+    engine.submit([replace(request, id=(0, request.id[1], 50)) for request in _update_requests()])
     late: list[Completion] = []
     while engine.unfinished():
         late += engine.step()
-    result["begun"] = plain(sorted(late, key=lambda completion: completion.id))
+    late.sort(key=lambda completion: completion.id)
+    result["begun"] = plain([completion for completion in late if completion.id[2] != 50])
+    result["beside"] = plain([completion for completion in late if completion.id[2] == 50])
     result["ended early"] = len(early)  # by an end token
     result["new greedy"] = plain(generate(engine, _update_requests(), deadline_s=60))
     some = [(name, tensor) for name, tensor in state(new).items() if name != "model.norm.weight"]
@@ -198,6 +223,15 @@ def test_a_seed_has_one_answer_in_any_company(results: dict[str, Any]):
     assert len({tuple(t) for t in tokens(results["together"])}) > 24  # some end at once
 
 
+def test_the_prompt_of_a_group_is_computed_once(results: dict[str, Any]):
+    """First each prompt; then one token for each of the ten samples, but for a first one that has ended already."""
+    short, long = results["computed"]
+    assert short[0] == 20 + 22
+    assert long[0] == 70 + 72
+    assert 8 <= short[1] <= 10
+    assert 8 <= long[1] <= 10
+
+
 def test_stop_strings(results: dict[str, Any]):
     stop, cut = results["stop"], 0
     for free, stopped in zip(stop["free"], stop["stopped"], strict=True):
@@ -215,7 +249,7 @@ def test_after_an_update_only_the_new_weights_speak(results: dict[str, Any]):
     """D11: prefix caching is on, and the prompts were cached under the old weights."""
     update = results["update"]
     assert update["consumed"]
-    assert tokens(update["new greedy"]) == tokens(results["fresh greedy"])
+    assert tokens(update["new greedy"]) == tokens(update["beside"]) == tokens(results["fresh greedy"])
     assert tokens(update["new greedy"]) != tokens(update["old greedy"])
     assert {completion["version"] for completion in update["new greedy"]} == {5}
     for mine, theirs in zip(update["new greedy"], results["fresh greedy"], strict=True):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from math import isfinite
@@ -9,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import AutoConfig
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
@@ -44,11 +46,15 @@ class VllmEngine:
         self._enforce_eager = rollout.enforce_eager
         self._open: dict[str, tuple[Request, int]] = {}  # vLLM's id → request, version at its submission
         self._submitted = 0
+        self._held: deque[str] = deque()  # not handed to vLLM yet, in their order
+        self._followers: list[str] = []  # their group's first sample computes the prompt in the step under way
+        self._max_sequences = rollout.max_sequences
         self._names: set[str] = set()  # of the weights that the last update brought
         self._poisoned = False  # a NaN was computed, so the KV cache may hold some
         prepare_environment()
         with contained(world.device):
             self._engine = _start(path, rollout, world, max_model_tokens)
+        self._shares_prompts = self._engine.vllm_config.kv_transfer_config is not None
 
     def submit(self, requests: Sequence[Request]) -> None:
         """Raises ValueError for a request that does not fit into `max_model_tokens`."""
@@ -59,8 +65,7 @@ class VllmEngine:
             name = str(self._submitted)
             self._submitted += 1
             self._open[name] = (request, self.version)
-            parameters = self._parameters(request.sampling, request.seed)
-            self._engine.add_request(name, {"prompt_token_ids": list(request.prompt)}, parameters)
+            self._held.append(name)
 
     def unfinished(self) -> int:
         return len(self._open)
@@ -69,6 +74,7 @@ class VllmEngine:
         """One step of vLLM's scheduler."""
         if not self._open:
             return []
+        self._feed()
         with torch.random.fork_rng(devices=[]), self._without_compilation():
             outputs = self._engine.step()
         return [self._completion(output) for output in outputs if output.finished]
@@ -98,7 +104,7 @@ class VllmEngine:
             some = ", ".join(missing[:3])
             raise ValueError(f"weights of version {version}: {len(missing)} parameters were not sent, e.g. {some}")
         self._names = names
-        self._engine.reset_prefix_cache(reset_running_requests=True)
+        self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if self._poisoned:
             # Free columns of a block have weight 0 in attention, but 0 times NaN is NaN: requests would inherit it.
             for cache in runner.kv_caches:
@@ -125,7 +131,33 @@ class VllmEngine:
         """Free the engine. Another one may be made afterwards."""
         release(self._engine)
         self._open.clear()
+        self._held.clear()
+        self._followers.clear()
         del self._engine
+
+    def _feed(self) -> None:
+        """Hand requests to vLLM as slots are free: the first of each group, and the others one step later.
+
+        By then the group's prompt is computed, and they take it over (vllm_group_prefix.py).
+        """
+        for name in self._followers:
+            self._add(name)
+        self._followers.clear()
+        free = self._max_sequences - (len(self._open) - len(self._held))
+        leading: set[tuple[int, ...]] = set()
+        for _ in range(min(free, len(self._held))):
+            name = self._held.popleft()
+            prompt = self._open[name][0].prompt
+            if self._shares_prompts and prompt in leading:
+                self._followers.append(name)
+            else:
+                leading.add(prompt)
+                self._add(name)
+
+    def _add(self, name: str) -> None:
+        request, _ = self._open[name]
+        prompt = {"prompt_token_ids": list(request.prompt)}
+        self._engine.add_request(name, prompt, self._parameters(request.sampling, request.seed))
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         """vLLM's SamplingParams with every parameter said that could come from elsewhere."""
@@ -173,6 +205,7 @@ class VllmEngine:
 
 
 def _start(path: str, rollout: RolloutConfig, world: World, max_model_tokens: int) -> Any:
+    from vllm.config import KVTransferConfig
     from vllm.engine.arg_utils import EngineArgs
     from vllm.v1.engine.llm_engine import LLMEngine
 
@@ -205,12 +238,26 @@ def _start(path: str, rollout: RolloutConfig, world: World, max_model_tokens: in
         # vLLM takes back the random number of a prefill chunk through a generator offset, which CPUs do not have.
         arguments["enable_chunked_prefill"] = False
         arguments["max_num_batched_tokens"] = max(4096, max_model_tokens)
+        if rollout.prefix_caching and _plain_attention(path):
+            arguments["kv_transfer_config"] = KVTransferConfig(
+                kv_connector="GroupPrefixConnector",
+                kv_connector_module_path="spmd_rl.engines.rollout.vllm_group_prefix",
+                kv_role="kv_both",
+            )
     vllm_config = EngineArgs(**arguments).create_engine_config()
     engine = LLMEngine(
         vllm_config=vllm_config, executor_class=executor_class(world), log_stats=False, multiprocess_mode=False
     )
     engine.engine_core._finalizer.detach()  # it would destroy the default process group; see `release`
     return engine
+
+
+def _plain_attention(path: str) -> bool:
+    """Whether every layer keeps keys and values of all earlier tokens, so that blocks of the cache can be copied."""
+    described = AutoConfig.from_pretrained(path).get_text_config()
+    kinds = set(getattr(described, "layer_types", None) or ["full_attention"])
+    windows = getattr(described, "sliding_window", None) is not None and kinds != {"full_attention"}
+    return kinds == {"full_attention"} and not windows and not hasattr(described, "kv_lora_rank")
 
 
 def _process_tied(model: torch.nn.Module) -> None:
