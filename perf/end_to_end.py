@@ -152,11 +152,12 @@ class Bench:
         source = config.data.train[0]
         job = {
             "model": str(self.models[case]),
-            **{key: getattr(source, key) for key in ("generator", "params", "size", "seed", "system_prompt")},
+            **{key: getattr(source, key) for key in ("generator", "params", "size", "seed")},
+            **{key: getattr(source, key) for key in ("system_prompt", "examples")},
             **{key: getattr(config.train, key) for key in ("prompts_per_step", "samples_per_prompt")},
             **{key: getattr(config.rollout, key) for key in ("max_tokens", "temperature")},
             **{key: getattr(config.train.optimizer, key) for key in ("lr", "warmup_steps")},
-            **{"steps": steps, "out": str(out)},
+            **{"steps": steps, "out": str(out), "reward": config.reward.functions[0].function},
         }
         description = out.with_suffix(".json")
         description.write_text(json.dumps(job))

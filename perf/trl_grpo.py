@@ -2,15 +2,17 @@
 
     torchrun --standalone --nproc-per-node=2 perf/trl_grpo.py job.json
 
-job.json: model, generator, params, size, seed, system_prompt, steps, prompts_per_step, samples_per_prompt, max_tokens,
-temperature, lr, warmup_steps, out. OMP_NUM_THREADS sets the threads. Each rank appends one JSON object per step to
-`<out>.rank<k>`: step, seconds, samples, generated_tokens, trained_tokens, reward_sum.
+job.json: model, generator, params, size, seed, system_prompt, examples, reward (a built-in of ours), steps,
+prompts_per_step, samples_per_prompt, max_tokens, temperature, lr, warmup_steps, out. OMP_NUM_THREADS sets the threads.
+Each rank appends one JSON object per step to `<out>.rank<k>`: step, seconds, samples, generated_tokens,
+trained_tokens, reward_sum.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import runpy
 import sys
 import time
 from pathlib import Path
@@ -66,11 +68,15 @@ def main() -> None:
     rank, ranks = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
     tokenizer = AutoTokenizer.from_pretrained(job["model"])
     tasks = reasoning_gym.create_dataset(job["generator"], size=job["size"], seed=job["seed"], **job["params"])
+    judge = runpy.run_path("spmd_rl/engines/reward/builtin.py")[job["reward"]]
     rows: list[dict[str, Any]] = []
     lengths: dict[str, int] = {}
     for index in range(job["size"]):
         entry = tasks[index]
-        prompt = [{"role": "system", "content": job["system_prompt"]}, {"role": "user", "content": entry["question"]}]
+        prompt = [{"role": "system", "content": job["system_prompt"]}]
+        for question, response in job["examples"]:
+            prompt += [{"role": "user", "content": question}, {"role": "assistant", "content": response}]
+        prompt.append({"role": "user", "content": entry["question"]})
         tokens = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, return_dict=True)["input_ids"]
         lengths[entry["question"]] = len(tokens)
         rows.append({"prompt": prompt, "index": index})
@@ -80,7 +86,7 @@ def main() -> None:
         scores = []
         for row, completion, tokens in zip(index, completions, completion_ids, strict=True):
             entry = tasks[row]
-            score = float(tasks.score_answer(completion[0]["content"].strip(), entry))
+            score = judge("", completion[0]["content"], entry)
             meter.count(entry["question"], tokens, score)
             scores.append(score)
         return scores

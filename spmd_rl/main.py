@@ -96,4 +96,8 @@ if __name__ == "__main__":
         # At once, without the clean-up of half-started libraries: the other ranks wait to see this one gone.
         sys.stdout.flush()
         os._exit(status)
+    if "spmd_rl.comm.bootstrap" in sys.modules:
+        from spmd_rl.comm.bootstrap import leave
+
+        leave(status)
     sys.exit(status)
