@@ -214,7 +214,11 @@ def test_unequal_lists_are_refused(pool):
         (f"{USER}:lenght", {}, "has no 'lenght'; did you mean 'length'?"),
         (f"{USER}:NOT_A_FUNCTION", {}, "is int, not a function"),
         ("no_such_module:f", {}, "no module 'no_such_module', neither installed nor in"),
-        ("math_verfy", {}, "neither a built-in (exact_match, math_verify, reasoning_gym) nor module:function; did you"),
+        (
+            "math_verfy",
+            {},
+            "neither a built-in (exact_match, near_number, math_verify, reasoning_gym) nor module:function; did you",
+        ),
         ("no/such.py:f", {}, "no file "),
         (f"{USER}:length", {"args": {"scael": 1}}, "got an unexpected keyword argument 'scael'"),
         ("os.path:join", {}, ""),
