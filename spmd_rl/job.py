@@ -18,7 +18,7 @@ from spmd_rl.comm.bootstrap import bootstrap, describe, shutdown
 from spmd_rl.comm.digest import agree
 from spmd_rl.comm.liveness import Liveness
 from spmd_rl.comm.stop import StopFlag
-from spmd_rl.comm.transport_torch import TorchTransport
+from spmd_rl.comm.transport import make_transport
 from spmd_rl.comm.world import World
 from spmd_rl.config.check import check_world, derived_sizes
 from spmd_rl.config.errors import UserError
@@ -74,7 +74,9 @@ class Job:
         self.engines = self._build(opened)
         self.checkpointer = Checkpointer(self.folder / "checkpoints", world, keep=config.checkpoint.keep)
         edges = [(op.source, op.destination) for op in self.plan.exchanges()]
-        self.coordinator = Coordinator(world, TorchTransport(world, config.comm.timeout_s), edges)
+        # An exchange waits for the slowest rank's stage.
+        limit_s = max(config.comm.timeout_s, config.comm.stage_timeout_s)
+        self.coordinator = Coordinator(world, make_transport(config.comm.transport, world, limit_s), edges)
         opened.callback(self.coordinator.close)
         self.runner = Runner(config, world, self.plan, self.engines, self.coordinator, self.stage)
 

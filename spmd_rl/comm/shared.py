@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.comm.scratch import rounded
-from spmd_rl.comm.transport import Channel, Flight, Inbox, Transport
+from spmd_rl.comm.transport import Channel, Flight, Inbox, Transport, TransportError
 
 Int64 = NDArray[np.int64]
 _PROBE = 4096  # bytes of the first segment, which only shows whether the peers can read it
@@ -82,7 +82,7 @@ class SharedMemoryChannel:
         self._inner = channel
         self._place = channel.ranks.index(rank)
         self._segment = Segment(_PROBE)
-        self._mapped: dict[int, Tensor] = {}  # by place of the peer; a later segment of it is larger
+        self._mapped = [torch.empty(0, dtype=torch.uint8)] * len(self.ranks)  # each rank's segment
         self._made = 1
         self.all_gather = channel.all_gather
         self.all_gather_bytes = channel.all_gather_bytes
@@ -101,19 +101,21 @@ class SharedMemoryChannel:
         return self._segment.data[:size]
 
     def all_to_all(self, outbox: Tensor, send_N: Int64, recv_N: Int64) -> Flight:
-        """One small round: it says that all have packed, and where each one's message for this rank begins."""
+        """One small round: it says that all have packed, and where each one's message for this rank begins.
+
+        Where a rank has a new segment, all map it before anyone goes on: its owner may end right after this exchange.
+        """
         where = [os.getpid(), self._segment.fd, self._segment.data.numel()]
         words = self.all_gather(np.concatenate([where, np.cumsum(send_N) - send_N]).astype(np.int64))
-        sources = [torch.empty(0, dtype=torch.uint8)] * len(self.ranks)
-        for place in np.flatnonzero(recv_N).tolist():
-            sources[place] = self._map(place, *words[place, :3].tolist())
-        return _Arrived(Inbox(sources, np.arange(len(self.ranks)), words[:, 3 + self._place]))
-
-    def _map(self, place: int, pid: int, fd: int, size: int) -> Tensor:
-        mapped = self._mapped.get(place)
-        if mapped is None or mapped.numel() != size:
-            self._mapped[place] = mapped = map_peer(pid, fd, size)
-        return mapped
+        new = [place for place, size in enumerate(words[:, 2].tolist()) if size != self._mapped[place].numel()]
+        for place in new:  # a later segment is always larger
+            try:
+                self._mapped[place] = map_peer(*words[place, :3].tolist())
+            except OSError as error:
+                raise TransportError(f"the memory of rank {self.ranks[place]} cannot be mapped: {error}") from None
+        if new:
+            self.all_gather(np.zeros(1, dtype=np.int64))
+        return _Arrived(Inbox(self._mapped, np.arange(len(self.ranks)), words[:, 3 + self._place]))
 
 
 class _Arrived:

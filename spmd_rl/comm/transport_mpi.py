@@ -110,14 +110,13 @@ class MpiChannel:
     def all_to_all(self, outbox: Tensor, send_N: Int64, recv_N: Int64) -> MpiFlight:
         received = self._scratch.get("receive", int(recv_N.sum()))
         parts = [
-            [buffer.numpy(), self._counts(sizes), self._unit]
-            for buffer, sizes in ((outbox, send_N), (received, recv_N))
+            [buffer.numpy(), self.counts(sizes), self._unit] for buffer, sizes in ((outbox, send_N), (received, recv_N))
         ]
         request = self._begin("all_to_all", functools.partial(self._comm.Ialltoallv, *parts))
         return MpiFlight(self, request, parts, Inbox.of(received, recv_N))
 
     def send(self, data: Tensor, ranks: Sequence[int]) -> None:
-        count, _ = self._counts(np.array([data.numel()]))
+        count, _ = self.counts(np.array([data.numel()]))
         buffer = [data.numpy(), int(count[0]), self._unit]
         for rank in ranks:
             place = self.ranks.index(rank)
@@ -125,13 +124,13 @@ class MpiChannel:
             self._finish(f"send to rank {rank}", begin, buffer, payload=data.numel())
 
     def receive(self, data: Tensor, rank: int) -> None:
-        count, _ = self._counts(np.array([data.numel()]))
+        count, _ = self.counts(np.array([data.numel()]))
         buffer, place = [data.numpy(), int(count[0]), self._unit], self.ranks.index(rank)
         begin = functools.partial(self._comm.Irecv, buffer, place)
         self._finish(f"receive from rank {rank}", begin, buffer, payload=data.numel())
 
     @staticmethod
-    def _counts(sizes: Int64) -> tuple[Int64, Int64]:
+    def counts(sizes: Int64) -> tuple[Int64, Int64]:
         """Counts and displacements in units. Raises TransportError where MPI cannot count so far."""
         counts, odd = np.divmod(sizes, UNIT)
         if odd.any() or int(counts.sum()) > LARGEST:

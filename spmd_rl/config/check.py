@@ -21,6 +21,7 @@ def check(config: Config) -> None:
     one_of("train.optimizer.schedule", config.train.optimizer.schedule, ("constant", "linear", "cosine"))
     one_of("reward.on_error", config.reward.on_error, ("stop", "exclude"))
     one_of("comm.backend", config.comm.backend, ("auto", "gloo", "nccl"))
+    one_of("comm.transport", config.comm.transport, ("torch", "mpi"))
     if len(config.train.optimizer.betas) != 2:
         raise UserError(f"train.optimizer.betas: two numbers are wanted, not {config.train.optimizer.betas}")
     if config.train.updates_per_step > config.train.prompts_per_step:

@@ -74,9 +74,11 @@ class Pending:
         """
         begin = time.perf_counter()
         try:
-            return self._lane.result(self._future)
+            batch, assignment = self._lane.result(self._future)
         finally:
             self._waited(time.perf_counter() - begin)
+        self._lane.hand_over(batch)
+        return batch, assignment
 
 
 class Coordinator:
@@ -130,7 +132,7 @@ class Coordinator:
             raise ExchangeError(f"edge {edge!r} is already in use in step {step}")
         self._alive.add((step, edge))
         begun = time.perf_counter()
-        ready = lane.record()
+        ready = lane.record(batch)
 
         def run() -> tuple[Batch, Assignment]:
             try:
@@ -142,7 +144,6 @@ class Coordinator:
         def waited(seconds: float) -> None:
             self.counters[edge].exposed_s += seconds
             self._alive.discard((step, edge))
-            lane.join_stream()
 
         return Pending(lane, lane.submit(run), waited)
 

@@ -13,6 +13,7 @@ import torch
 
 from spmd_rl.comm.transport import Channel
 from spmd_rl.data.agreement import ExchangeError, Known
+from spmd_rl.data.batch import Batch
 
 
 class Lane:
@@ -81,9 +82,13 @@ class Lane:
         else:
             future.set_result(result)
 
-    def record(self) -> torch.cuda.Event | None:
-        """The point in the caller's CUDA stream at which the batch is complete."""
-        return None if self._stream is None else torch.cuda.current_stream(self._device).record_event()
+    def record(self, batch: Batch) -> torch.cuda.Event | None:
+        """The point in the caller's CUDA stream at which the batch is complete. Its memory is not given to others
+        while the lane's stream still reads it, even if the caller lets go of it."""
+        if self._stream is None:
+            return None
+        _used_on(batch, self._stream)
+        return torch.cuda.current_stream(self._device).record_event()
 
     def stream_after(self, ready: torch.cuda.Event | None) -> AbstractContextManager[Any]:
         """Kernels launched inside run on the lane's own stream, after `ready`."""
@@ -91,7 +96,15 @@ class Lane:
             self._stream.wait_event(ready)
         return torch.cuda.stream(self._stream)
 
-    def join_stream(self) -> None:
-        """What the caller launches from now on comes after the lane's work."""
+    def hand_over(self, batch: Batch) -> None:
+        """What the caller launches from now on comes after the lane's work, and may use the batch's memory."""
         if self._stream is not None:
-            torch.cuda.current_stream(self._device).wait_stream(self._stream)
+            current = torch.cuda.current_stream(self._device)
+            current.wait_stream(self._stream)
+            _used_on(batch, current)
+
+
+def _used_on(batch: Batch, stream: torch.cuda.Stream) -> None:
+    for column in batch.columns.values():
+        if column.values.is_cuda:
+            column.values.record_stream(stream)

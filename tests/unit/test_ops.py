@@ -80,7 +80,7 @@ BAD_SEGMENTS = [
 
 @pytest.mark.parametrize(("segment", "where"), BAD_SEGMENTS)
 @pytest.mark.parametrize("copy", [pytest.param(copy_segments, marks=kernels), copy_segments_reference])
-def test_segments_outside_are_refused(copy, segment: list[int], where: str) -> None:  # type: ignore[no-untyped-def]
+def test_segments_outside_are_refused(copy, segment: list[int], where: str) -> None:
     target = torch.zeros(20, dtype=torch.uint8)
     with pytest.raises(RuntimeError, match=where):
         copy([torch.zeros(10, dtype=torch.uint8)], target, torch.tensor(segment).reshape(4, 1))
@@ -173,13 +173,13 @@ def test_cast_rounds_as_torch_does() -> None:
 @pytest.mark.parametrize(
     "entry", [[0, 0, 4, 0, 0, 4, 3, 4], [0, 0, 4, 0, 1, 4, 2, 4], [0, -1, 4, 0, 0, 4, 2, 4], [0, 0, -4, 0, 0, 4, 2, 4]]
 )
-def test_slices_outside_are_refused(copy, entry: list[int]) -> None:  # type: ignore[no-untyped-def]
+def test_slices_outside_are_refused(copy, entry: list[int]) -> None:
     with pytest.raises(RuntimeError, match="outside"):
         copy([torch.zeros(8)], [torch.zeros(8)], torch.tensor([entry]).T.contiguous())
 
 
 @pytest.mark.parametrize("copy", [pytest.param(copy_slices, marks=kernels), copy_slices_reference])
-def test_only_one_cast_is_offered(copy) -> None:  # type: ignore[no-untyped-def]
+def test_only_one_cast_is_offered(copy) -> None:
     with pytest.raises(RuntimeError, match="only float32 to bfloat16"):
         copy([torch.zeros(8)], [torch.zeros(8).half()], torch.tensor([[0, 0, 8, 0, 0, 8, 1, 8]]).T.contiguous())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from typing import Any
 
+import numpy as np
 import torch
 
 from spmd_rl.comm.transport import make_transport
@@ -96,10 +97,27 @@ def _random_exchanges(
         for pending, ids, target, columns in alive:
             result, assignment = pending.wait()
             check(result, assignment, ids, target, world.rank, columns)
+    uneven(world, coordinator, shapes[0])
+    channel = type(next(iter(coordinator._lanes.values())).channel).__name__
     sent = sum(c.bytes_sent for c in coordinator.counters.values())
     hits = sum(c.local_hits for c in coordinator.counters.values())
     coordinator.close()
-    return {"exchanges": done, "sent": sent, "hits": hits}
+    return {"exchanges": done, "sent": sent, "hits": hits, "channel": channel}
+
+
+def uneven(world: World, coordinator: Coordinator, everyone: Layout) -> None:
+    """The first rank holds everything, so much of it that its metadata takes another way."""
+    count = 5000
+    batch = Batch.empty()
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(3))
+    values = torch.arange(count, dtype=torch.int32)
+    if world.rank == 0:
+        ids = torch.stack([torch.zeros_like(order), order, torch.zeros_like(order)], 1)
+        batch = Batch(ids, {"value": Column.scalars(values[order])})
+    result, assignment = coordinator.start(10**6, "uneven", batch, everyone, everyone, Balance(), "value").wait()
+    assert torch.equal(result["value"].values.long(), result.ids[:, 1])
+    assert result.ids[:, 1].tolist() == assignment.of_slot(world.rank)[:, 1].tolist()
+    assert abs(len(result) - count / world.size) < 1
 
 
 def diamond(world: World, transport: str) -> dict[str, Any]:
@@ -189,3 +207,19 @@ def bytes_per_rank(world: World, transport: str) -> dict[str, list[int]]:
         moved[str(size)] = [counters.bytes_sent, counters.bytes_received]
     coordinator.close()
     return moved
+
+
+def large_message(world: World, transport: str) -> bool:
+    """2.3 GiB from rank 0 to rank 1, not through shared memory."""
+    channel = make_transport(transport, world, share_memory=False).open(range(world.size))
+    assert channel is not None
+    size = int(2.3 * 2**30) // 16 * 16
+    send_N, recv_N = np.zeros(2, dtype=np.int64), np.zeros(2, dtype=np.int64)
+    (send_N if world.rank == 0 else recv_N)[1 - world.rank] = size
+    outbox = channel.outbox(int(send_N.sum()))
+    mark = torch.arange(16, dtype=torch.uint8)
+    for part in (outbox[:16], outbox[-16:]):
+        part.copy_(mark[: part.numel()])
+    inbox = channel.all_to_all(outbox, send_N, recv_N).wait()
+    received = inbox.sources[0][:size]
+    return world.rank == 0 or (torch.equal(received[:16], mark) and torch.equal(received[-16:], mark))

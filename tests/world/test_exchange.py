@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+
+import numpy as np
 import pytest
 
-from tests.world.harness import run_world
+from spmd_rl.comm.transport import TransportError
+from spmd_rl.comm.transport_mpi import MpiChannel
+from tests.world.harness import find_mpirun, run_world
 
-TRANSPORTS = [("torch", "torchrun"), ("mpi", "mpirun")]
+NEEDS_MPI = [pytest.mark.mpi, pytest.mark.skipif(find_mpirun() is None, reason="no mpirun in this environment")]
+LIMIT_S = 240.0  # of a world, its start on a busy machine included
+TRANSPORTS = [("torch", "torchrun"), pytest.param("mpi", "mpirun", marks=NEEDS_MPI)]
 
 
 @pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
@@ -15,16 +23,21 @@ def test_random_exchanges_deliver_every_byte(transport: str, launcher: str, rank
     counts = {"plain": 110, "shared": 40}
     arguments = {"transport": transport, "counts": counts, "seed": ranks}
     world = "tests.world.exchange_cases:random_exchanges"
-    result = run_world(world, ranks=ranks, launcher=launcher, timeout_s=150, args=arguments).check()
+    result = run_world(world, ranks=ranks, launcher=launcher, timeout_s=LIMIT_S, args=arguments).check()
     for rank in result.ranks:
         for kind, count in counts.items():
             assert rank[kind]["exchanges"] == count and rank[kind]["sent"] > 0 and rank[kind]["hits"] > 0
+            assert (rank[kind]["channel"] == "SharedMemoryChannel") == (kind == "shared")
 
 
 @pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
 def test_a_diamond_joins_each_sample_with_its_own_columns(transport: str, launcher: str) -> None:
     result = run_world(
-        "tests.world.exchange_cases:diamond", ranks=4, launcher=launcher, timeout_s=90, args={"transport": transport}
+        "tests.world.exchange_cases:diamond",
+        ranks=4,
+        launcher=launcher,
+        timeout_s=LIMIT_S,
+        args={"transport": transport},
     ).check()
     assert sum(rank["samples"] for rank in result.ranks) == 36
 
@@ -33,7 +46,7 @@ def test_a_thousand_steps_reuse_their_buffers() -> None:
     result = run_world(
         "tests.world.exchange_cases:thousand_steps",
         ranks=2,
-        timeout_s=120,
+        timeout_s=LIMIT_S,
         args={"transport": "torch", "steps": 1000},
     ).check()
     for rank in result.ranks:
@@ -46,7 +59,7 @@ def test_a_thousand_steps_reuse_their_buffers() -> None:
 
 def test_payload_per_rank_does_not_grow_with_the_world() -> None:
     result = run_world(
-        "tests.world.exchange_cases:bytes_per_rank", ranks=8, timeout_s=120, args={"transport": "torch"}
+        "tests.world.exchange_cases:bytes_per_rank", ranks=8, timeout_s=LIMIT_S, args={"transport": "torch"}
     ).check()
     for size in ("2", "4", "8"):
         moved = [rank[size] for rank in result.ranks if size in rank]
@@ -58,7 +71,11 @@ def test_payload_per_rank_does_not_grow_with_the_world() -> None:
 @pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
 def test_faults_are_named_on_every_rank_and_leave_the_channel_usable(transport: str, launcher: str) -> None:
     result = run_world(
-        "tests.world.exchange_faults:faults", ranks=3, launcher=launcher, timeout_s=90, args={"transport": transport}
+        "tests.world.exchange_faults:faults",
+        ranks=3,
+        launcher=launcher,
+        timeout_s=LIMIT_S,
+        args={"transport": transport},
     ).check()
     for heard in result.ranks:
         assert heard == result.ranks[0]
@@ -81,7 +98,7 @@ def test_a_peer_that_never_comes_is_named_in_time(transport: str, launcher: str)
         "tests.world.exchange_faults:absent_peer",
         ranks=3,
         launcher=launcher,
-        timeout_s=60,
+        timeout_s=LIMIT_S,
         args={"transport": transport, "patience_s": 4.0},
     )
     assert not result.timed_out, result.stacks
@@ -92,6 +109,30 @@ def test_a_peer_that_never_comes_is_named_in_time(transport: str, launcher: str)
         assert f"rank {rank} again: the channel is unusable since exchange 'rollout' of step 1 failed" in result.stdout
 
 
+def test_mpi_counts_payload_in_units_and_refuses_what_it_cannot_count() -> None:
+    """MPI's counts and displacements are 32-bit: 4 GiB to one rank and 16 GiB in all fit, 32 GiB do not."""
+    sizes = np.array([2**32, 0, 2**33, 2**32])
+    counts, displacements = MpiChannel.counts(sizes)
+    assert (counts * 16 == sizes).all() and (displacements * 16 == np.cumsum(sizes) - sizes).all()
+    assert max(counts.max(), displacements.max()) < 2**31
+    for bad in ([2**34, 2**34], [8]):
+        with pytest.raises(TransportError, match="multiples of 16 up to 32 GiB"):
+            MpiChannel.counts(np.array(bad))
+
+
+@pytest.mark.skipif("SPMD_RL_LARGE" not in os.environ, reason="moves 2.3 GiB; SPMD_RL_LARGE=1 runs it")
+@pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
+def test_a_message_of_more_than_2_gib_arrives(transport: str, launcher: str) -> None:
+    result = run_world(
+        "tests.world.exchange_cases:large_message", 2, launcher, timeout_s=200, args={"transport": transport}
+    ).check()
+    assert result.ranks == [True, True]
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(importlib.util.find_spec("mpi4py") is None, reason="no mpi4py in this environment")
 def test_mpi_without_its_launcher_is_refused_in_one_line() -> None:
-    result = run_world("tests.world.exchange_faults:wrong_transport", ranks=1, launcher="single", timeout_s=60).check()
+    result = run_world(
+        "tests.world.exchange_faults:wrong_transport", ranks=1, launcher="single", timeout_s=LIMIT_S
+    ).check()
     assert "mpi sees rank 0 of 1, but this is rank 0 of 2; start the ranks with mpirun" in result.ranks[0]

@@ -1,0 +1,103 @@
+"""Transports without processes: what is refused, what is agreed, what is kept."""
+
+from __future__ import annotations
+
+import os
+import sys
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+import torch
+
+from spmd_rl.comm.rollcall import RollCall
+from spmd_rl.comm.scratch import Scratch
+from spmd_rl.comm.shared import Segment, SharedMemoryChannel, map_peer, share_memory
+from spmd_rl.comm.transport import Channel, make_transport
+from spmd_rl.comm.transport_torch import _overlap
+from spmd_rl.comm.world import World
+from spmd_rl.config.errors import UserError
+from spmd_rl.data.buffers import Arenas
+
+WORLD = cast(World, SimpleNamespace(rank=0, size=1, device=torch.device("cpu"), timeout_s=5.0))
+
+
+def test_an_unknown_transport_is_refused() -> None:
+    with pytest.raises(UserError, match="comm.transport: 'smoke' is neither torch nor mpi"):
+        make_transport("smoke", WORLD)
+
+
+def test_mpi_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(UserError, match="comm.transport: mpi needs mpi4py"):
+        make_transport("mpi", WORLD)
+
+
+class Alone:
+    """A channel of one rank, or what a rank sees of it when the others answer `others`."""
+
+    allocated = 0
+
+    def __init__(self, others: list[list[int]]) -> None:
+        self.ranks = tuple(range(1 + len(others)))
+        self.others = others
+
+    def all_gather(self, words: np.ndarray) -> np.ndarray:
+        rows = [words, *(np.array(row[: len(words)]) for row in self.others)]
+        return np.stack([np.resize(row, len(words)) for row in rows])
+
+    def __getattr__(self, name: str) -> Any:
+        return None
+
+
+def test_shared_memory_is_used_only_where_every_rank_can_read_it() -> None:
+    assert isinstance(share_memory(cast(Channel, Alone([])), 0), SharedMemoryChannel)
+    for stranger in ([2**22 - 3, 5, 1], [os.getpid(), 0, 1], [1, 10**6, 1]):
+        channel = Alone([stranger])
+        assert share_memory(cast(Channel, channel), 0) is channel
+
+
+def test_a_segment_is_seen_by_whoever_maps_it_and_ends_with_its_owner() -> None:
+    segment = Segment(1 << 16)
+    mapped = map_peer(os.getpid(), segment.fd, 1 << 16)
+    segment.data[7] = 42
+    assert int(mapped[7]) == 42
+    fd = segment.fd
+    del segment
+    with pytest.raises(OSError):
+        os.fstat(fd)
+    assert int(mapped[7]) == 42
+
+
+def test_shares_of_uneven_ranks_overlap_exactly() -> None:
+    sizes, begins = np.array([10, 0, 3]), np.array([0, 10, 10])
+    assert _overlap(5, 5, begins, sizes).tolist() == [5, 0, 0]
+    assert _overlap(9, 4, begins, sizes).tolist() == [1, 0, 3]
+    assert _overlap(13, 5, begins, sizes).tolist() == [0, 0, 0]
+
+
+def test_scratch_grows_and_stays() -> None:
+    scratch = Scratch(torch.device("cpu"))
+    first = scratch.get("send", 1000)
+    assert scratch.get("send", 900).data_ptr() == first.data_ptr() and scratch.allocated == 1
+    assert scratch.get("send", 10**6).numel() == 10**6 and scratch.allocated == 2
+    assert scratch.get("receive", 1).numel() == 1 and scratch.allocated == 3
+
+
+def test_a_block_comes_back_when_its_last_view_is_gone() -> None:
+    arenas = Arenas(torch.device("cpu"))
+    block = arenas.get(100_000)
+    view, where = block[4:8].view(torch.int32), block.data_ptr()
+    assert where % 64 == 0
+    del block
+    other = arenas.get(100_000)
+    assert other.data_ptr() != where and arenas.allocated == 2  # the view still lives
+    del view
+    assert arenas.get(90_000).data_ptr() == where and arenas.allocated == 2
+    assert arenas.get(0).numel() == 0
+
+
+def test_without_a_meeting_point_nobody_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    assert RollCall("x", [0, 1], 0).say(1) == ""
