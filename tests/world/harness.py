@@ -34,7 +34,8 @@ class WorldResult:
     """What a world left behind. `ranks[k]` is rank k's returned value (None: it returned nothing, or never got there).
 
     returncode: of the launcher; errors[k]: rank k's traceback, if any; stacks: each rank's Python stacks, where the
-    deadline was hit; seconds: from start to end.
+    deadline was hit; seconds: from start to end; gone_at: when (time.time()) the last rank was gone, which is before
+    the launcher is.
     """
 
     returncode: int
@@ -45,6 +46,7 @@ class WorldResult:
     timed_out: bool
     stacks: str
     seconds: float
+    gone_at: float
 
     def check(self) -> WorldResult:
         """Itself if all ranks ended well; else an AssertionError with everything known."""
@@ -93,12 +95,15 @@ def run_world(
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=out, stderr=err, env=environ, cwd=ROOT, start_new_session=True
             )
-            timed_out = False
+            timed_out, gone_at = False, time.time()
             try:
-                process.wait(timeout_s)
-            except subprocess.TimeoutExpired:
-                timed_out = True
-                _dump_stacks(folder)
+                while process.poll() is None and not timed_out:
+                    time.sleep(0.05)
+                    if any(_running(pid) for pid in _rank_pids(folder)):
+                        gone_at = time.time()
+                    timed_out = time.monotonic() - begin > timeout_s
+                if timed_out:
+                    _dump_stacks(folder)
             finally:
                 seconds = time.monotonic() - begin
                 kill_marked(mark)
@@ -113,6 +118,7 @@ def run_world(
             timed_out=timed_out,
             stacks="\n".join(f"{path.name}:\n{path.read_text()}" for path in sorted(folder.glob("*.stacks"))),
             seconds=seconds,
+            gone_at=gone_at,
         )
 
 
@@ -198,10 +204,21 @@ def _task(
     return ["script", str((ROOT / name).resolve()), *map(str, args)]
 
 
+def _rank_pids(folder: Path) -> list[int]:
+    return [int(path.stem) for path in folder.glob("*.stacks")]
+
+
+def _running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
 def _dump_stacks(folder: Path) -> None:
-    for path in folder.glob("*.stacks"):
+    for pid in _rank_pids(folder):
         try:
-            os.kill(int(path.stem), signal.SIGQUIT)
+            os.kill(pid, signal.SIGQUIT)
         except ProcessLookupError:
             continue
     time.sleep(0.5)  # the handlers run in C, at once, unless the machine is very busy
