@@ -1,8 +1,8 @@
 """Prints what pip should install, in the order that works; launch/setup.sh calls it. Versions come from setup.py.
 
-  requirements.py first EXTRA...   torch, before anything can pull in another build of it
-  requirements.py alone EXTRA...   packages to install without their dependencies
-  requirements.py rest EXTRA...    all else, with the requirements of the packages that came alone
+requirements.py first EXTRA...   torch, before anything can pull in another build of it
+requirements.py alone EXTRA...   packages to install without their dependencies
+requirements.py rest EXTRA...    all else, with the requirements of the packages that came alone
 """
 
 from __future__ import annotations

@@ -259,8 +259,10 @@ def emit(line: dict[str, Any]) -> dict[str, Any]:
 def table(lines: Sequence[dict[str, Any]]) -> None:
     print(f"\n{'case':<40} {'unit':<12} {'ours':>10} {'TRL':>10} {'ratio':>7}", file=sys.stderr)
     for line in lines:
-        numbers = f"{line['first']:>10.3f} → {line['last']:.3f}" if "first" in line else (
-            f"{line['ours']:>10.2f} {line['trl']:>10.2f} {line['ratio']:>7.2f}"
+        numbers = (
+            f"{line['first']:>10.3f} → {line['last']:.3f}"
+            if "first" in line
+            else (f"{line['ours']:>10.2f} {line['trl']:>10.2f} {line['ratio']:>7.2f}")
         )
         mark = {True: "  met", False: "  MISSED", None: ""}[line.get("met")]
         print(f"{line['case']:<40} {line['unit']:<12} {numbers}{mark}", file=sys.stderr)

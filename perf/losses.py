@@ -75,7 +75,7 @@ def plain(hidden: Tensor, weight: Tensor, target: Tensor, entropy_coef: float) -
 
 def ours(hidden: Tensor, weight: Tensor, target: Tensor, entropy_coef: float) -> Tensor:
     kept_bytes = KEPT_BYTES * len(hidden) * len(weight) // FULL_SIZE
-    logprob, entropy = token_logprobs(hidden, weight, target, TEMPERATURE, kept_bytes=kept_bytes)
+    logprob, entropy = token_logprobs(hidden, weight, target, temperature=TEMPERATURE, kept_bytes=kept_bytes)
     return logprob.mean() + (entropy_coef * entropy.mean() if entropy_coef else 0.0)
 
 

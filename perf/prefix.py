@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # when run as a script, from a checkout that is not installed
 
 from spmd_rl.data.batch import Batch, Column  # noqa: E402
-from spmd_rl.engines.train.attention import ATTENTION, PackedBlocks  # noqa: E402
+from spmd_rl.engines.train.attention import ATTENTION, PackedTree  # noqa: E402
 from spmd_rl.engines.train.model import PolicyModel  # noqa: E402
 from spmd_rl.engines.train.packing import pack  # noqa: E402
 
@@ -96,7 +96,7 @@ def step(model: PolicyModel, batch: Batch, shared: bool) -> tuple[float, int, Te
     model.zero_grad()
     start = time.perf_counter()
     packed = pack(batch, shared)
-    logprob_R, _ = model(packed, PackedBlocks(packed.blocks, torch.device("cpu")))
+    logprob_R, _ = model(packed, PackedTree(packed.nodes, torch.device("cpu")))
     logprob_R.mean().backward()
     return time.perf_counter() - start, packed.tokens, logprob_R.detach()
 

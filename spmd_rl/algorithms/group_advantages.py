@@ -74,9 +74,7 @@ class Groups:
         return (present_G & self.flat_G).sum().double(), present_G.sum().double()
 
 
-def grpo(
-    reward_S: Tensor, group_S: Tensor, std: bool = True, leave_one_out: bool = False, eps: float = 1e-6
-) -> Tensor:
+def grpo(reward_S: Tensor, group_S: Tensor, std: bool = True, leave_one_out: bool = False, eps: float = 1e-6) -> Tensor:
     """float64 [S]: (reward - group mean) / (group std + eps).
 
     GRPO, DeepSeekMath, arXiv:2402.03300, equation 3 (outcome supervision). std=False is the centred form of Dr. GRPO,

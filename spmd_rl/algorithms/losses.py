@@ -100,9 +100,7 @@ def gmpo(
     over its tokens: `seq_mean_token_mean` gives the paper's objective. Advantages are averaged over the sequence.
     """
     log_ratio_R = log_ratio(logprob_R, old_logprob_R)
-    bounded_R = torch.where(
-        advantage_R >= 0, log_ratio_R.clamp(max=clip_high), log_ratio_R.clamp(min=-clip_low)
-    )
+    bounded_R = torch.where(advantage_R >= 0, log_ratio_R.clamp(max=clip_high), log_ratio_R.clamp(min=-clip_low))
     ratio_S = segment_mean(bounded_R, cu_seqlens, mask_R).exp()
     loss_S = -segment_mean(advantage_R, cu_seqlens, mask_R) * ratio_S
     return TokenLoss(expand(loss_S, cu_seqlens, logprob_R.shape[0]), bounded_R != log_ratio_R)

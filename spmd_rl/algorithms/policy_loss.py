@@ -190,9 +190,7 @@ class PolicyLoss:
 
     @staticmethod
     @torch.no_grad()
-    def _report(
-        tokens: _Tokens, token_loss: TokenLoss, terms: LossTerms, count: Tensor, metrics: Metrics
-    ) -> None:
+    def _report(tokens: _Tokens, token_loss: TokenLoss, terms: LossTerms, count: Tensor, metrics: Metrics) -> None:
         mask_R = terms.mask_R
         ratio_R = zero_where_masked(log_ratio(tokens.logprob_R, tokens.old_logprob_R).exp(), mask_R)
         metrics.mean("entropy", zero_where_masked(terms.entropy_R, mask_R).sum(), count)

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from tests.integration.program import MAIN, metrics, samples, start, tiny_config
+from tests.processes import running
 from tests.tiny_model import make_tiny_model
 from tests.world.harness import ROOT, launch_command
 
@@ -46,14 +47,6 @@ def children(pid: int) -> list[int]:
     return [int(line) for line in done.stdout.split()]
 
 
-def alive(pids: list[int]) -> list[int]:
-    return [
-        pid
-        for pid in pids
-        if Path(f"/proc/{pid}").exists() and "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
-    ]
-
-
 def test_a_killed_rank_is_named_and_the_next_start_goes_on_as_if_nothing_had_been(tmp_path, model, uninterrupted):
     config = tiny_config(tmp_path, model)
     slow_rewards(tmp_path)
@@ -75,7 +68,7 @@ def test_a_killed_rank_is_named_and_the_next_start_goes_on_as_if_nothing_had_bee
         os.kill(victim, signal.SIGKILL)
         killed = time.monotonic()
         job.wait(30)
-        while alive(ranks) and time.monotonic() < killed + 30:
+        while any(map(running, ranks)) and time.monotonic() < killed + 30:
             time.sleep(0.05)
         gone = time.monotonic() - killed
     said = (tmp_path / "stderr").read_text()

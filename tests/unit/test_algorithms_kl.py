@@ -34,9 +34,7 @@ def as_loss(drawn_by_A: Tensor, value: Callable[[Tensor, Tensor, Tensor], Tensor
     """The expected gradient of `value(logprob, old_logprob, ref_logprob)` over actions drawn by `drawn_by_A`."""
     logprobs_A = LOGITS.log_softmax(0)
     old_A = drawn_by_A.detach().log()
-    total = expectation(
-        drawn_by_A, 1, lambda i: value(logprobs_A[list(i)], old_A[list(i)], REF_A.log()[list(i)]).sum()
-    )
+    total = expectation(drawn_by_A, 1, lambda i: value(logprobs_A[list(i)], old_A[list(i)], REF_A.log()[list(i)]).sum())
     return gradient(total, LOGITS)
 
 

@@ -82,7 +82,7 @@ def test_gmpo_value_and_gradient_are_those_of_the_paper() -> None:
     for new, old, a in zip(logprob_R.split(lengths), old_R.split(lengths), advantage_S, strict=True):
         ratio = (new - old).exp()
         least = torch.minimum(ratio * a, ratio.clamp(exp(-0.3), exp(0.4)) * a)
-        terms.append(-least.abs().prod() ** (1 / len(new)) * a.sign())
+        terms.append(-(least.abs().prod() ** (1 / len(new))) * a.sign())
     right = torch.stack(terms).mean()
     advantage_R = advantage_S.repeat_interleave(torch.tensor(lengths))
     loss_R = losses.gmpo(logprob_R, old_R, advantage_R, mask_R, cu, 0.3, 0.4).loss_R
@@ -120,9 +120,7 @@ def test_cpgd_by_hand() -> None:
     logprob_R, old_R = logs(1.5, 1.5, 0.5, 0.5, 1.1)
     logprob_R.requires_grad_()
     loss_R, clipped_R = losses.cpgd(logprob_R, old_R, tensor(2, -2, 2, -2, 2), 0.2, 0.3, drift_coef=0.0)
-    torch.testing.assert_close(
-        loss_R, tensor(-2 * log(1.3), 2 * log(1.5), -2 * log(0.5), 2 * log(0.8), -2 * log(1.1))
-    )
+    torch.testing.assert_close(loss_R, tensor(-2 * log(1.3), 2 * log(1.5), -2 * log(0.5), 2 * log(0.8), -2 * log(1.1)))
     assert clipped_R.tolist() == [True, False, False, True, False]
     torch.testing.assert_close(gradient(loss_R.sum(), logprob_R), tensor(0, 2, -2, 0, -2))
 

@@ -17,6 +17,7 @@ from spmd_rl.engines.reward.functions import FunctionSpec
 from spmd_rl.engines.reward.manager import deal
 from spmd_rl.engines.reward.pool import RewardPool
 from spmd_rl.engines.reward.scores import labels
+from tests.processes import ended
 
 USER = "tests.unit.reward_functions"
 MINE = f"{USER}:by_row"
@@ -285,18 +286,6 @@ except ValueError as error:
 
 
 # --- processes
-
-
-def ended(pid, within_s=10.0):
-    deadline = time.monotonic() + within_s
-    while time.monotonic() < deadline:
-        try:
-            if Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z":
-                return True
-        except FileNotFoundError:
-            return True
-        time.sleep(0.02)
-    return False
 
 
 def test_what_a_late_function_started_ends_with_it(pool, tmp_path):

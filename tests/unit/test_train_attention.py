@@ -1,4 +1,4 @@
-"""Tiled and flex attention over packed blocks against a dense float64 softmax written out by its definition."""
+"""Tiled and flex attention over packed trees against a dense float64 softmax written out by its definition."""
 
 import pytest
 import torch
@@ -6,32 +6,37 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_mask
 
 from spmd_rl.engines.train.attention import mask_function
-from spmd_rl.engines.train.packing import Block, Span
+from spmd_rl.engines.train.packing import Node
 from spmd_rl.engines.train.tiles import TiledAttention, plan_tiles
 
-
-def blocks_of(*groups: tuple[int, list[int]]) -> tuple[tuple[Block, ...], int]:
-    """(prefix length, tail lengths) of each group -> blocks and the number of tokens."""
-    blocks, total = [], 0
-    for prefix, tails in groups:
-        start, total = total, total + prefix
-        spans = []
-        for tail in tails:
-            spans.append(Span(total, tail))
-            total += tail
-        blocks.append(Block(Span(start, prefix), tuple(spans)))
-    return tuple(blocks), total
+Tree = list[tuple[int, "Tree"]]  # (tokens of a node, its children)
 
 
-def visible(blocks: tuple[Block, ...], tokens: int) -> Tensor:
-    """bool [query, key], by listing for each sequence what it consists of."""
+def nodes_of(tree: Tree) -> tuple[Node, ...]:
+    nodes: list[Node] = []
+
+    def add(branches: Tree, parent: int, start: int) -> int:
+        for length, children in branches:
+            number = len(nodes)
+            nodes.append(Node(start, length, parent, start))
+            start = add(children, number, start + length)
+            nodes[number] = nodes[number]._replace(end=start)
+        return start
+
+    add(tree, -1, 0)
+    return tuple(nodes)
+
+
+def visible(nodes: tuple[Node, ...]) -> Tensor:
+    """bool [query, key], by listing for each node all tokens on the way from the root to its end."""
+    tokens = nodes[-1].start + nodes[-1].length
     mask = torch.zeros(tokens, tokens, dtype=torch.bool)
-    for prefix, tails in blocks:
-        before = list(range(prefix.start, prefix.start + prefix.length))
-        sequences = [before] + [before + list(range(t.start, t.start + t.length)) for t in tails]
-        for sequence in sequences:
-            for i, query in enumerate(sequence):
-                mask[query, sequence[: i + 1]] = True
+    ways: list[list[int]] = []
+    for node in nodes:
+        before = ways[node.parent] if node.parent >= 0 else []
+        ways.append(before + list(range(node.start, node.start + node.length)))
+        for i in range(len(before), len(ways[-1])):
+            mask[ways[-1][i], ways[-1][: i + 1]] = True
     return mask
 
 
@@ -42,11 +47,17 @@ def dense(q: Tensor, k: Tensor, v: Tensor, scale: float, mask: Tensor) -> Tensor
     return torch.einsum("hqk,khd->qhd", scores.masked_fill(~mask, float("-inf")).softmax(-1), v)
 
 
-SHAPES: dict[str, list[tuple[int, list[int]]]] = {
-    "one sequence": [(7, [])],
-    "shared prefix, ragged tails": [(5, [3, 1, 4, 4, 2]), (1, [6, 6])],
-    "mixed": [(3, []), (9, [2, 5]), (4, []), (2, [1, 1, 1])],
-    "long prefix": [(70, [33, 40]), (64, [])],
+def leaves(*lengths: int) -> Tree:
+    return [(length, []) for length in lengths]
+
+
+SHAPES: dict[str, Tree] = {
+    "one sequence": leaves(7),
+    "shared prompt, ragged responses": [(5, leaves(3, 1, 4, 4, 2)), (1, leaves(6, 6))],
+    "alone and shared": [(3, []), (9, leaves(2, 5)), (4, []), (2, leaves(1, 1, 1))],
+    "system prompt over prompts over responses": [(6, [(3, leaves(2, 2)), (5, []), (3, leaves(4, 1, 1, 3))])],
+    "deep": [(2, [(1, [(3, [(2, leaves(1, 3)), (1, [])]), (2, leaves(2, 2))]), (4, [])]), (3, [(1, leaves(2))])],
+    "long": [(70, [(33, leaves(9)), (40, [])]), (64, [])],
 }
 
 
@@ -54,14 +65,15 @@ SHAPES: dict[str, list[tuple[int, list[int]]]] = {
 @pytest.mark.parametrize("heads", [(6, 2), (3, 3)])
 @pytest.mark.parametrize("scores_per_tile", [1 << 18, 400])
 def test_tiles_equal_dense_attention_and_its_gradients(name: str, heads: tuple[int, int], scores_per_tile: int) -> None:
-    blocks, tokens = blocks_of(*SHAPES[name])
+    nodes = nodes_of(SHAPES[name])
+    mask = visible(nodes)
     generator = torch.Generator().manual_seed(3)
-    shapes = [(tokens, count, 8) for count in (heads[0], heads[1], heads[1], heads[0])]
+    shapes = [(len(mask), count, 8) for count in (heads[0], heads[1], heads[1], heads[0])]
     q, k, v, grad = (torch.randn(shape, generator=generator) * 2 for shape in shapes)
     ours = [x.clone().requires_grad_() for x in (q, k, v)]
     oracle = [x.double().requires_grad_() for x in (q, k, v)]
-    out = TiledAttention.apply(*ours, 0.3, plan_tiles(blocks, scores_per_tile))
-    want = dense(oracle[0], oracle[1], oracle[2], 0.3, visible(blocks, tokens))
+    out = TiledAttention.apply(*ours, 0.3, plan_tiles(nodes, scores_per_tile))
+    want = dense(oracle[0], oracle[1], oracle[2], 0.3, mask)
     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-5)
     out.backward(grad)
     want.backward(grad.double())
@@ -72,12 +84,13 @@ def test_tiles_equal_dense_attention_and_its_gradients(name: str, heads: tuple[i
 
 def test_bfloat16_rounds_products_only() -> None:
     """The error is that of bfloat16 (8 bits) on scores and on probabilities, not that of a bfloat16 softmax."""
-    blocks, tokens = blocks_of((40, [9, 7, 9]))
+    nodes = nodes_of([(40, leaves(9, 7, 9))])
+    tokens = 65
     generator = torch.Generator().manual_seed(0)
     ours = [torch.randn(tokens, h, 16, generator=generator).bfloat16().requires_grad_() for h in (4, 2, 2)]
     oracle = [x.detach().double().requires_grad_() for x in ours]
-    out = TiledAttention.apply(*ours, 0.25, plan_tiles(blocks))
-    want = dense(oracle[0], oracle[1], oracle[2], 0.25, visible(blocks, tokens))
+    out = TiledAttention.apply(*ours, 0.25, plan_tiles(nodes))
+    want = dense(oracle[0], oracle[1], oracle[2], 0.25, visible(nodes))
     grad = torch.randn(out.shape, generator=generator).bfloat16()
     out.backward(grad)
     want.backward(grad.double())
@@ -89,26 +102,29 @@ def test_bfloat16_rounds_products_only() -> None:
 
 
 def test_gradcheck() -> None:
-    blocks, tokens = blocks_of((3, [2, 1, 2]), (2, []))
+    nodes = nodes_of([(3, [(2, leaves(1, 2)), (1, []), (2, [])]), (2, [])])
+    tokens = 13
     generator = torch.Generator().manual_seed(1)
     inputs = [torch.randn(tokens, h, 4, generator=generator, dtype=torch.float64) for h in (4, 2, 2)]
     for budget in (1 << 18, 4):
-        tiles = plan_tiles(blocks, budget)
+        tiles = plan_tiles(nodes, budget)
         assert torch.autograd.gradcheck(
             lambda q, k, v, tiles=tiles: TiledAttention.apply(q, k, v, 0.5, tiles), [x.requires_grad_() for x in inputs]
         )
 
 
 def test_a_group_fits_few_tiles_and_a_long_sequence_is_cut() -> None:
-    blocks, _ = blocks_of(*[(48, [15] * 8)] * 8)
-    tiles = plan_tiles(blocks)
+    tiles = plan_tiles(nodes_of([(48, leaves(*[15] * 8))] * 8))
     assert len(tiles) == 1 + 8  # all prompts together, then each group's responses
     assert [(t.rows, t.length) for t in tiles] == [(8, 48)] + [(8, 15)] * 8
-    long, _ = blocks_of((3000, []))
-    assert all((t.last - t.first) * t.length <= 1 << 18 for t in plan_tiles(long))
+    long = plan_tiles(nodes_of(leaves(3000)))
+    assert all((t.last - t.first) * t.length <= 1 << 18 for t in long)
 
 
-def test_the_flex_mask_is_the_same_rule() -> None:
-    blocks, tokens = blocks_of(*SHAPES["mixed"])
-    mask = create_mask(mask_function(blocks, tokens, torch.device("cpu")), None, None, tokens, tokens, device="cpu")
-    assert torch.equal(mask[0, 0], visible(blocks, tokens))
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_flex_mask_is_the_same_rule(name: str) -> None:
+    nodes = nodes_of(SHAPES[name])
+    want = visible(nodes)
+    rule = mask_function(nodes, torch.device("cpu"))
+    mask = create_mask(rule, None, None, want.shape[0], want.shape[1], device="cpu")
+    assert torch.equal(mask[0, 0], want)

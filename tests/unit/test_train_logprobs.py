@@ -35,7 +35,9 @@ def reference(
 def test_values_and_gradients(temperature: float, with_bias: bool, chunk: int, block: int) -> None:
     hidden, weight, bias, target = inputs()
     used_bias = bias if with_bias else None
-    mine = token_logprobs(hidden, weight, target, temperature, used_bias, chunk, block)
+    mine = token_logprobs(
+        hidden, weight, target, temperature=temperature, bias_V=used_bias, chunk=chunk, vocabulary_block=block
+    )
     want = reference(hidden, weight, used_bias, target, temperature)
     for got, expected in zip(mine, want, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
@@ -50,7 +52,29 @@ def test_values_and_gradients(temperature: float, with_bias: bool, chunk: int, b
 
 def test_gradcheck() -> None:
     hidden, weight, bias, target = inputs(scale=1.0)
-    assert torch.autograd.gradcheck(lambda h, w, b: token_logprobs(h, w, target, 0.7, b, 4, 10), (hidden, weight, bias))
+    row = torch.tensor([0, 3, 3, 3, 1, 2, 7, 7, 12, 0, 0, 11, 4])
+
+    def logprobs(h: Tensor, w: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return token_logprobs(h, w, target, row, temperature=0.7, bias_V=b, chunk=4, vocabulary_block=10)
+
+    assert torch.autograd.gradcheck(lambda h, w, b: logprobs(h, w, b), (hidden, weight, bias))
+
+
+@pytest.mark.parametrize("chunk", [1024, 4, 1])
+def test_several_targets_of_one_hidden_state(chunk: int) -> None:
+    """As if the state were repeated; states that predict nothing, and equal targets, too."""
+    hidden, weight, bias, target = inputs()
+    row = torch.tensor([5, 0, 5, 5, 2, 9, 9, 12, 0, 5, 2, 12, 9])
+    target[3] = target[0]
+    mine = token_logprobs(hidden, weight, target, row, temperature=0.6, bias_V=bias, chunk=chunk, vocabulary_block=8)
+    want = reference(hidden[row], weight, bias, target, 0.6)
+    for got, expected in zip(mine, want, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-12, rtol=1e-12)
+    by_row = torch.linspace(-1, 2, ROWS, dtype=torch.float64)
+    gradients = torch.autograd.grad((mine[0] * by_row + mine[1] * by_row**2).sum(), [hidden, weight, bias])
+    oracle = torch.autograd.grad((want[0] * by_row + want[1] * by_row**2).sum(), [hidden, weight, bias])
+    for a, b in zip(gradients, oracle, strict=True):
+        torch.testing.assert_close(a, b, atol=1e-11, rtol=1e-11)
 
 
 def test_case_n6_temperature_divides_the_logits() -> None:
@@ -64,7 +88,7 @@ def test_case_n6_temperature_divides_the_logits() -> None:
 
 def test_float32_is_as_exact_as_float32_can_be() -> None:
     hidden, weight, bias, target = inputs(torch.float32, scale=20.0)
-    got = token_logprobs(hidden, weight, target, 1.0, bias, 4, 8)
+    got = token_logprobs(hidden, weight, target, bias_V=bias, chunk=4, vocabulary_block=8)
     want = reference(hidden.double(), weight.double(), bias.double(), target, 1.0)
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a.double(), b, atol=2e-5, rtol=2e-6)
@@ -95,7 +119,9 @@ def test_kept_logits_change_nothing(dtype: torch.dtype) -> None:
     results = []
     for kept_bytes in (0, 5 * 7 * dtype.itemsize * 3, 1 << 20):
         hidden, weight, bias, target = inputs(dtype)
-        out = token_logprobs(hidden, weight, target, 0.7, bias, 5, 7, kept_bytes)
+        out = token_logprobs(
+            hidden, weight, target, temperature=0.7, bias_V=bias, chunk=5, vocabulary_block=7, kept_bytes=kept_bytes
+        )
         total = out[0].sum() + 0.1 * out[1].sum()
         first = torch.autograd.grad(total, [hidden, weight, bias], retain_graph=True)
         results.append([*out, *first, *torch.autograd.grad(total, [hidden, weight, bias])])

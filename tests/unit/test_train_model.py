@@ -10,7 +10,7 @@ from transformers import GraniteConfig, GraniteForCausalLM, MistralConfig, Mistr
 
 from spmd_rl.config.errors import UserError
 from spmd_rl.data.batch import Batch, Column
-from spmd_rl.engines.train.attention import PackedBlocks
+from spmd_rl.engines.train.attention import PackedTree
 from spmd_rl.engines.train.fsdp import recompute_layers
 from spmd_rl.engines.train.model import PolicyModel, load_model, load_tokenizer
 from spmd_rl.engines.train.packing import pack
@@ -21,24 +21,23 @@ CPU = torch.device("cpu")
 
 
 def batch_of(seed: int = 0) -> Batch:
-    """Two groups of ragged responses and one sample alone; the first prompt longer than a response."""
+    """Two groups of ragged responses and one sample alone; two prompts begin alike, two responses are equal."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(3, 260, (n,), generator=generator, dtype=torch.int32) for n in (11, 4, 6)]
+    prompts[2] = torch.cat([prompts[0][:5], prompts[2][-1:]])
     samples = [(0, 5), (0, 1), (0, 7), (1, 3), (1, 3), (2, 4)]
+    responses = [torch.randint(3, 260, (n,), generator=generator, dtype=torch.int32) for _, n in samples]
+    responses[4] = responses[3].clone()
+    responses[2][:3] = responses[0][:3]
     return Batch(
         torch.tensor([[0, prompt, i] for i, (prompt, _) in enumerate(samples)]),
-        {
-            "prompt": Column.from_rows([prompts[p] for p, _ in samples]),
-            "response": Column.from_rows(
-                [torch.randint(3, 260, (n,), generator=generator, dtype=torch.int32) for _, n in samples]
-            ),
-        },
+        {"prompt": Column.from_rows([prompts[p] for p, _ in samples]), "response": Column.from_rows(responses)},
     )
 
 
 def packed_logprobs(model: nn.Module, batch: Batch, shared: bool, temperature: float = 1.0) -> Tensor:
-    packed = pack(batch, shared)
-    return PolicyModel(model, temperature, 1024)(packed, PackedBlocks(packed.blocks, CPU))[0]
+    packed = pack(batch, shared, min_shared=1)
+    return PolicyModel(model, temperature, 1024)(packed, PackedTree(packed.nodes, CPU))[0]
 
 
 def alone(model: nn.Module, batch: Batch) -> Tensor:
@@ -95,8 +94,8 @@ def test_recomputed_layers_give_the_same_gradients(folders: dict[str, Path]) -> 
         if recompute:
             recompute_layers(policy)
         names = [name for name, _ in model.named_parameters()]
-        packed = pack(batch, True)
-        policy(packed, PackedBlocks(packed.blocks, CPU))[0].sum().backward()
+        packed = pack(batch, True, min_shared=1)
+        policy(packed, PackedTree(packed.nodes, CPU))[0].sum().backward()
         results.append((names, [p.grad for p in model.parameters()]))
     assert results[0][0] == results[1][0]  # no wrapper in the names
     for a, b in zip(results[0][1], results[1][1], strict=True):

@@ -17,6 +17,7 @@ from spmd_rl.data.exchange import Coordinator
 from spmd_rl.data.layout import Layout
 from spmd_rl.observe.metrics import Metrics
 from tests.exchanges import COLUMNS, make_samples, same_bytes
+from tests.world.exchange_faults import faults
 
 SampleId = tuple[int, int, int]
 
@@ -56,6 +57,14 @@ def check(
         return
     wanted = [tuple(row) for row in assignment.of_slot(slot).tolist()]
     assert same_bytes(result, make_samples(wanted, columns)), f"rank {rank} got wrong bytes"
+
+
+def everything(world: World, transport: str, counts: dict[str, int]) -> dict[str, Any]:
+    return {
+        "random": random_exchanges(world, transport, counts, seed=world.size),
+        "diamond": diamond(world, transport),
+        "faults": faults(world, transport),
+    }
 
 
 def random_exchanges(world: World, transport: str, counts: dict[str, int], seed: int) -> dict[str, Any]:

@@ -23,6 +23,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.processes import running
+
 ROOT = Path(__file__).resolve().parents[2]
 TWO_MACHINES = [str(Path(__file__).with_name("two_machines.sh"))]  # a launcher of four ranks; see there
 RUNNER = Path(__file__).with_name("runner.py")
@@ -99,7 +101,7 @@ def run_world(
             try:
                 while process.poll() is None and not timed_out:
                     time.sleep(0.05)
-                    if any(_running(pid) for pid in _rank_pids(folder)):
+                    if any(running(pid) for pid in _rank_pids(folder)):
                         gone_at = time.time()
                     timed_out = time.monotonic() - begin > timeout_s
                 if timed_out:
@@ -206,13 +208,6 @@ def _task(
 
 def _rank_pids(folder: Path) -> list[int]:
     return [int(path.stem) for path in folder.glob("*.stacks")]
-
-
-def _running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
 
 
 def _dump_stacks(folder: Path) -> None:

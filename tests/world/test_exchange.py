@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,29 +18,27 @@ LIMIT_S = 240.0  # of a world, its start on a busy machine included
 TRANSPORTS = [("torch", "torchrun"), pytest.param("mpi", "mpirun", marks=NEEDS_MPI)]
 
 
-@pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_random_exchanges_deliver_every_byte(transport: str, launcher: str, ranks: int) -> None:
-    counts = {"plain": 110, "shared": 40}
-    arguments = {"transport": transport, "counts": counts, "seed": ranks}
-    world = "tests.world.exchange_cases:random_exchanges"
-    result = run_world(world, ranks=ranks, launcher=launcher, timeout_s=LIMIT_S, args=arguments).check()
-    for rank in result.ranks:
-        for kind, count in counts.items():
-            assert rank[kind]["exchanges"] == count and rank[kind]["sent"] > 0 and rank[kind]["hits"] > 0
-            assert (rank[kind]["channel"] == "SharedMemoryChannel") == (kind == "shared")
+RANDOM = {"plain": 200, "shared": 60}
 
 
-@pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
-def test_a_diamond_joins_each_sample_with_its_own_columns(transport: str, launcher: str) -> None:
-    result = run_world(
-        "tests.world.exchange_cases:diamond",
-        ranks=4,
-        launcher=launcher,
-        timeout_s=LIMIT_S,
-        args={"transport": transport},
-    ).check()
-    assert sum(rank["samples"] for rank in result.ranks) == 36
+@pytest.fixture(scope="module", params=["torch", pytest.param("mpi", marks=NEEDS_MPI)])
+def ranks(request: pytest.FixtureRequest) -> list[dict[str, Any]]:
+    """What each of four ranks returned, having run all cases one after the other: a world takes long to start."""
+    transport, launcher = request.param, {"torch": "torchrun", "mpi": "mpirun"}[request.param]
+    arguments = {"transport": transport, "counts": RANDOM}
+    return run_world("tests.world.exchange_cases:everything", 4, launcher, LIMIT_S, arguments).check().ranks
+
+
+def test_random_exchanges_deliver_every_byte(ranks: list[dict[str, Any]]) -> None:
+    for rank in ranks:
+        for kind, count in RANDOM.items():
+            found = rank["random"][kind]
+            assert found["exchanges"] == count and found["sent"] > 0 and found["hits"] > 0
+            assert (found["channel"] == "SharedMemoryChannel") == (kind == "shared")
+
+
+def test_a_diamond_joins_each_sample_with_its_own_columns(ranks: list[dict[str, Any]]) -> None:
+    assert sum(rank["diamond"]["samples"] for rank in ranks) == 36
 
 
 def test_a_thousand_steps_reuse_their_buffers() -> None:
@@ -68,27 +67,18 @@ def test_payload_per_rank_does_not_grow_with_the_world() -> None:
         assert held <= sent <= 1.05 * held and received <= 1.05 * held
 
 
-@pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)
-def test_faults_are_named_on_every_rank_and_leave_the_channel_usable(transport: str, launcher: str) -> None:
-    result = run_world(
-        "tests.world.exchange_faults:faults",
-        ranks=3,
-        launcher=launcher,
-        timeout_s=LIMIT_S,
-        args={"transport": transport},
-    ).check()
-    for heard in result.ranks:
-        assert heard == result.ranks[0]
-    heard = result.ranks[0]
-    assert "rank 2: column 'prompt' holds 6 values, but its lengths add up to 10" in heard["lengths"]
+def test_faults_are_named_on_every_rank_and_leave_the_channel_usable(ranks: list[dict[str, Any]]) -> None:
+    heard = ranks[0]["faults"]
+    assert all(rank["faults"] == heard for rank in ranks)
+    assert "rank 3: column 'prompt' holds 6 values, but its lengths add up to 10" in heard["lengths"]
     assert "(0, 0, 0) occurs more than once" in heard["duplicates"]
-    assert "rank 2: column 'prompt' holds" in heard["dtype"] and "cannot be sent" in heard["dtype"]
-    assert "columns differ: rank 0 has" in heard["schema"] and "rank 2 has" in heard["schema"]
-    assert "rank 2 has no columns" in heard["bare"]
-    assert "ranks [2] mean 'step 5" in heard["plan"] and "linear=2.0" in heard["plan"]
+    assert "rank 3: column 'prompt' holds" in heard["dtype"] and "cannot be sent" in heard["dtype"]
+    assert "columns differ: rank 0 has" in heard["schema"] and "rank 3 has" in heard["schema"]
+    assert "rank 3 has no columns" in heard["bare"]
+    assert "ranks [3] mean 'step 5" in heard["plan"] and "linear=2.0" in heard["plan"]
     assert "cost column 'respons' does not exist; there are prompt, version" in heard["cost"]
     assert "not in the source" in heard["outside"]
-    assert "(0, 2, 0) is missing" in heard["follow"]
+    assert "(0, 3, 0) is missing" in heard["follow"]
     assert all("exchange 'e' of step" in text for text in heard.values())
 
 

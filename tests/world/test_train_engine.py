@@ -94,6 +94,7 @@ def test_numerics(model: str, ranks: int) -> None:
         assert found["bf16: dtypes in linear layers"] == ["torch.bfloat16"]
         assert found["bf16: dtypes of masters and moments"] == ["torch.float32"]
         assert found["sent: dtypes"] == ["torch.bfloat16"] and found["sent: equal"]
+        assert found["sent between steps"] == [True] * 14 and found["sent in float32: equal"]
         assert found["reference: dtypes"] == ["torch.bfloat16"] and found["reference: state"] == {}
         assert found["reference = fresh policy"] and found["reference: no gradients"]
     assert everyone[0]["sent"] == everyone[-1]["sent"]

@@ -20,6 +20,7 @@ from spmd_rl.config.schema import Config, ModelConfig, OptimizerConfig, RolloutC
 from spmd_rl.data.batch import Batch, Column
 from spmd_rl.engines.protocol import LossFunction, LossTerms
 from spmd_rl.engines.train.engine import TrainEngine
+from spmd_rl.engines.train.fsdp import drop_gathered
 from spmd_rl.observe.metrics import Metrics
 
 LENGTHS = {0: [5, 1, 7], 1: [3, 3], 2: [4], 3: [9, 2, 6, 2]}  # of the responses to each prompt
@@ -56,6 +57,7 @@ class Engine(TrainEngine):
         super()._step(metrics)
 
     def weights(self) -> dict[str, Tensor]:
+        drop_gathered(self._policy)  # else these would be the gathered ones, in the compute dtype
         return {name: full(p.detach()).clone() for name, p in self._model.named_parameters()}
 
 
@@ -267,6 +269,12 @@ def numerics(world: World, folder: str) -> dict[str, Any]:
     found["sent: dtypes"] = sorted({str(tensor.dtype) for _, tensor in sent})
     found["sent: equal"] = all(torch.equal(tensor, weights[name].bfloat16()) for name, tensor in sent)
 
+    found["sent between steps"] = sent_between_steps(world, folder)
+    precise = Engine(config(folder, dtype="bfloat16", rollout_dtype="float32"), world)
+    weights = precise.weights()
+    sent = list(precise.named_weights())
+    found["sent in float32: equal"] = all(torch.equal(tensor, weights[name]) for name, tensor in sent)
+
     reference = Engine(replace(config(folder, dtype="bfloat16"), train=TrainConfig()), world, trainable=False)
     found["reference: dtypes"] = sorted({str(p.dtype) for p in reference._model.parameters()})
     fresh = Engine(config(folder, dtype="bfloat16"), world)
@@ -274,6 +282,26 @@ def numerics(world: World, folder: str) -> dict[str, Any]:
     found["reference: state"] = reference.state_dict()
     found["reference: no gradients"] = not any(p.requires_grad for p in reference._model.parameters())
     return found
+
+
+def sent_between_steps(world: World, folder: str) -> list[bool]:
+    """Drawing the weights after each step, which may leave them gathered, gives the new ones and changes nothing."""
+    right = []
+    for mode in ("full", "keep"):
+        settings: dict[str, Any] = {"dtype": "bfloat16", "rollout_dtype": "bfloat16", "shard": mode}
+        settings["optimizer"] = {"lr": 1e-2}
+        drawn, undisturbed = Engine(config(folder, **settings), world), Engine(config(folder, **settings), world)
+        batch = share(samples(), world)
+        for step in range(3):
+            steps(undisturbed, world, step, step + 1)
+            steps(drawn, world, step, step + 1)
+            sent = dict(drawn.named_weights())
+            want = undisturbed.weights()
+            right.append(all(torch.equal(tensor, want[name].bfloat16()) for name, tensor in sent.items()))
+            right.append(torch.equal(drawn.logprobs(batch), undisturbed.logprobs(batch)))
+        state, want = drawn.state_dict()["model"], undisturbed.weights()
+        right.append(all(torch.equal(full(state[name]), tensor) for name, tensor in want.items()))
+    return right
 
 
 def captured_norms(engine: Engine, batch: Batch) -> list[float]:

@@ -1,8 +1,8 @@
-"""Attention over packed blocks, registered with transformers under the name `spmd_rl`.
+"""Attention over a packed tree, registered with transformers under the name `spmd_rl`.
 
 A model loaded with `attn_implementation=ATTENTION` calls `packed_attention` in every layer and hands on the keyword
-`blocks` of its own forward call. On CUDA one compiled flex-attention kernel gets the exact block mask; elsewhere the
-blocks are computed tile by tile in float32 (`tiles.py`), without a [T, T] mask.
+`packed_tree` of its own forward call. On CUDA one compiled flex-attention kernel gets the exact mask; elsewhere the
+nodes are computed tile by tile (`tiles.py`), without a [T, T] mask.
 """
 
 from __future__ import annotations
@@ -17,46 +17,43 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 from transformers import AttentionInterface
 
 from spmd_rl.config.errors import UserError
-from spmd_rl.engines.train.packing import Block
+from spmd_rl.engines.train.packing import Node
 from spmd_rl.engines.train.tiles import TiledAttention, plan_tiles
 
 ATTENTION = "spmd_rl"
 
 
-class PackedBlocks:
+class PackedTree:
     """What the attention of every layer needs to know of one packed row; made once per forward call."""
 
-    def __init__(self, blocks: Sequence[Block], device: torch.device) -> None:
-        last = blocks[-1].tails[-1] if blocks[-1].tails else blocks[-1].prefix
-        self.tokens = last.start + last.length
-        self.longest = max(b.prefix.length + max((t.length for t in b.tails), default=0) for b in blocks)
+    def __init__(self, nodes: Sequence[Node], device: torch.device) -> None:
+        depths: list[int] = []
+        for node in nodes:
+            depths.append(node.length + (depths[node.parent] if node.parent >= 0 else 0))
+        self.longest = max(depths)
         self.on_cuda = device.type == "cuda"
         if self.on_cuda:
-            self.mask = block_mask(blocks, self.tokens, device)
+            self.mask = block_mask(nodes, device)
         else:
-            self.tiles = plan_tiles(blocks)
+            self.tiles = plan_tiles(nodes)
 
 
-def mask_function(blocks: Sequence[Block], tokens: int, device: torch.device) -> Callable[..., Tensor]:
-    """mask(batch, head, query, key) -> bool: may `query` see `key`? In the form that flex attention wants."""
-    block_T = torch.empty(tokens, dtype=torch.int32)
-    tail_T = torch.zeros(tokens, dtype=torch.int32)  # 0: prefix
-    for i, (prefix, tails) in enumerate(blocks):
-        block_T[prefix.start : prefix.start + prefix.length] = i
-        for j, tail in enumerate(tails):
-            block_T[tail.start : tail.start + tail.length] = i
-            tail_T[tail.start : tail.start + tail.length] = j + 1
-    block_T, tail_T = block_T.to(device), tail_T.to(device)
+def mask_function(nodes: Sequence[Node], device: torch.device) -> Callable[..., Tensor]:
+    """mask(batch, head, query, key) -> bool: may `query` see `key`? In the form that flex attention wants.
+
+    In depth-first order, what may see a key are the tokens from it to the end of its node's last descendant.
+    """
+    end_T = torch.cat([torch.full((node.length,), node.end, dtype=torch.int32) for node in nodes]).to(device)
 
     def mask(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        visible = (tail_T[key] == 0) | (tail_T[key] == tail_T[query])
-        return (block_T[query] == block_T[key]) & (query >= key) & visible
+        return (query >= key) & (query < end_T[key])
 
     return mask
 
 
-def block_mask(blocks: Sequence[Block], tokens: int, device: torch.device) -> BlockMask:
-    return create_block_mask(mask_function(blocks, tokens, device), None, None, tokens, tokens, device=device)
+def block_mask(nodes: Sequence[Node], device: torch.device) -> BlockMask:
+    tokens = nodes[-1].start + nodes[-1].length
+    return create_block_mask(mask_function(nodes, device), None, None, tokens, tokens, device=device)
 
 
 @cache
@@ -70,7 +67,7 @@ def packed_attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    blocks: PackedBlocks | None = None,
+    packed_tree: PackedTree | None = None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -82,25 +79,25 @@ def packed_attention(
     """
     del attention_mask  # none is made for an implementation without a mask function of its own
     name = type(module).__name__
-    if blocks is None:
+    if packed_tree is None:
         raise UserError(f"{name} does not hand its forward keywords to its attention: not supported by the trainer")
     for wanted in ("softcap", "s_aux", "position_bias", "cache"):
         if unused.get(wanted) is not None:
             raise UserError(f"{name} wants attention with {wanted!r}, which the trainer does not compute")
     if dropout != 0.0:
         raise UserError(f"{name} wants attention dropout, which would change the policy's probabilities; set it to 0")
-    if sliding_window is not None and blocks.longest > sliding_window:
+    if sliding_window is not None and packed_tree.longest > sliding_window:
         raise UserError(
-            f"a sequence of {blocks.longest} tokens is longer than the model's sliding window of {sliding_window}, "
-            "which the trainer does not compute; lower data.max_prompt_tokens + rollout.max_tokens"
+            f"a sequence of {packed_tree.longest} tokens is longer than the model's sliding window of {sliding_window}"
+            ", which the trainer does not compute; lower data.max_prompt_tokens + rollout.max_tokens"
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if blocks.on_cuda:
+    if packed_tree.on_cuda:
         grouped = query.shape[1] != key.shape[1]
-        out = _compiled_flex()(query, key, value, block_mask=blocks.mask, scale=scale, enable_gqa=grouped)
+        out = _compiled_flex()(query, key, value, block_mask=packed_tree.mask, scale=scale, enable_gqa=grouped)
         return out.transpose(1, 2).contiguous(), None
     out_THD = TiledAttention.apply(
-        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale, blocks.tiles
+        query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1), scale, packed_tree.tiles
     )
     return out_THD[None], None
 

@@ -23,13 +23,19 @@ from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch, Column
 from spmd_rl.engines.protocol import LossFunction, LossTerms
-from spmd_rl.engines.train.attention import PackedBlocks
-from spmd_rl.engines.train.fsdp import accumulating, drop_gathered, recompute_layers, shard
+from spmd_rl.engines.train.attention import PackedTree
+from spmd_rl.engines.train.fsdp import (
+    accumulating,
+    drop_gathered,
+    gathered_parameters,
+    recompute_layers,
+    shard,
+)
 from spmd_rl.engines.train.host import reuse_freed_memory
-from spmd_rl.engines.train.microbatch import plan_microbatches
+from spmd_rl.engines.train.microbatch import microbatches
 from spmd_rl.engines.train.model import PolicyModel, load_model
 from spmd_rl.engines.train.optimizer import build_optimizer
-from spmd_rl.engines.train.packing import Packed, pack, prefix_groups
+from spmd_rl.engines.train.packing import Packed, pack
 from spmd_rl.observe.metrics import Metrics
 
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
@@ -52,17 +58,18 @@ class TrainEngine:
             raise UserError(f"the trainer shards over one mesh axis (dp), not over {mesh.mesh_dim_names}")
         self._group = mesh.get_group()
         self._keep = config.train.shard == "keep"
-        compute = _dtype("model.compute_dtype", config.model.compute_dtype)
+        self._compute_dtype = _dtype("model.compute_dtype", config.model.compute_dtype)
         self._rollout_dtype = _dtype("rollout.dtype", config.rollout.dtype)
         if self._device.type == "cpu":
             reuse_freed_memory()
-        model = load_model(config.model.path, torch.float32 if trainable else compute, verify=trainable)
+        stored = torch.float32 if trainable else self._compute_dtype
+        model = load_model(config.model.path, stored, verify=trainable)
         model.requires_grad_(trainable)
         # Greedy sampling has no temperature to divide by; its policy is read at 1.
         self._policy = PolicyModel(model, config.rollout.temperature or 1.0, config.model.logprob_chunk)
         if config.model.activation_checkpointing and trainable:
             recompute_layers(self._policy)
-        shard(self._policy, mesh, compute, self._keep)
+        shard(self._policy, mesh, self._compute_dtype, self._keep)
         self._model = model
         if trainable:
             optimizer = config.train.optimizer
@@ -81,7 +88,8 @@ class TrainEngine:
                 split = logprob_R.cpu().split(part["response"].lengths.tolist())
                 for sample, row in zip(index_K.tolist(), split, strict=True):
                     rows[sample] = row
-        drop_gathered(self._policy)
+        if not self._keep:
+            drop_gathered(self._policy)
         return torch.cat(rows) if rows else torch.empty(0)
 
     def update(self, batch: Batch, loss: LossFunction, metrics: Metrics) -> None:
@@ -106,8 +114,15 @@ class TrainEngine:
         metrics.mean("loss/total", total, 1.0 / ranks)  # sums over ranks, averages over the updates of a round
 
     def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor of the rollout dtype), one after the other; a tied weight once."""
-        with torch.no_grad():
+        """(Hugging Face name, full tensor of the rollout dtype), one after the other; a tied weight once.
+
+        All ranks must draw all of them. With `train.shard=keep` the gathered parameters stay for the next pass.
+        """
+        if self._rollout_dtype == self._compute_dtype or self._compute_dtype == torch.float32:
+            for name, tensor in gathered_parameters(self._policy, self._keep):
+                yield name, tensor.to(self._rollout_dtype, copy=True)
+        else:  # the rollout wants more digits than the compute dtype has: from the masters
+            drop_gathered(self._policy)
             for name, parameter in self._model.named_parameters():
                 yield name, _full(parameter.detach().to(self._rollout_dtype))
 
@@ -118,6 +133,7 @@ class TrainEngine:
         """
         if not self._trainable:
             return {}
+        drop_gathered(self._policy)
         return {
             "model": get_model_state_dict(self._model),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
@@ -129,6 +145,7 @@ class TrainEngine:
         """Takes what `state_dict` gave and a checkpoint filled."""
         if not self._trainable:
             return
+        drop_gathered(self._policy)
         set_model_state_dict(self._model, state["model"])
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
@@ -136,11 +153,8 @@ class TrainEngine:
 
     def _microbatches(self, batch: Batch, counts: Tensor) -> tuple[list[Tensor], int, tuple[float, float]]:
         """This rank's micro-batches, how many every rank computes, the sums of `counts` (float64 [2]) over ranks."""
-        parts: list[Tensor] = []
-        if len(batch):
-            lengths_S = batch["prompt"].lengths, batch["response"].lengths
-            groups_S = prefix_groups(batch, self._config.model.prefix_sharing)
-            parts = plan_microbatches(*lengths_S, groups_S, self._config.train.tokens_per_microbatch)
+        budget = self._config.train.tokens_per_microbatch
+        parts = microbatches(batch, self._config.model.prefix_sharing, budget)
         mine = torch.cat([torch.tensor([float(len(parts))], dtype=torch.float64), counts]).to(self._device)
         everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(self._group))]
         dist.all_gather(everyone, mine, group=self._group)
@@ -149,7 +163,7 @@ class TrainEngine:
         return parts, max(int(table[:, 0].max()), 1), (tokens, sequences)
 
     def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        return self._policy(packed, PackedBlocks(packed.blocks, self._device))
+        return self._policy(packed, PackedTree(packed.nodes, self._device))
 
     def _backward(self, part: Batch, loss: LossFunction, normalizers: dict[str, float], metrics: Metrics) -> float:
         """Adds the micro-batch's gradients; its loss. An empty one is computed too: its ranks' peers wait for it."""
@@ -174,6 +188,7 @@ class TrainEngine:
 
     def _step(self, metrics: Metrics) -> None:
         settings = self._config.train.optimizer
+        drop_gathered(self._policy)  # they are out of date after this
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = self._global_norm(gradients)
         if not math.isfinite(norm):

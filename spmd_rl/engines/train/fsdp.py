@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.nn as nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
@@ -20,8 +20,8 @@ def shard(policy: PolicyModel, mesh: DeviceMesh, compute_dtype: torch.dtype, kee
     """Shards each decoder layer and the rest (embedding, final norm, head) over `mesh`, in place.
 
     Each rank stores its slices in the dtype of the loaded weights, computes in `compute_dtype` and reduces gradients
-    in float32. keep: gathered parameters stay until the step's last backward pass; else each layer's are dropped
-    after its forward and after its backward pass.
+    in float32. keep: gathered parameters stay from their first use until the step's last backward pass; else each
+    layer's are dropped after its forward and after its backward pass.
     """
     policy_mp = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(policy.model):
@@ -62,6 +62,24 @@ def accumulating(policy: nn.Module, last: bool, keep: bool) -> Iterator[None]:
     root.set_reshard_after_backward(last or not keep)
     root.set_requires_gradient_sync(last or not keep)
     yield
+
+
+def gathered_parameters(policy: PolicyModel, keep: bool) -> Iterator[tuple[str, Tensor]]:
+    """(name in the model, whole parameter in the compute dtype), layer by layer with one gather each; a tied one once.
+
+    Each tensor is a view that lives until the next layer's is drawn (keep: until the parameters are dropped).
+    """
+    model = policy.model
+    names = [name for name, _ in model.named_parameters()]
+    units = {f"{name}.": module for name, module in model.named_modules() if isinstance(module, FSDPModule)}
+    inside = {name: prefix for name in names for prefix in units if name.startswith(prefix)}
+    for prefix, module in {"": cast(FSDPModule, policy), **units}.items():
+        module.unshard()
+        for name in names:
+            if inside.get(name, "") == prefix:
+                yield name, model.get_parameter(name).detach()
+        if not keep:
+            module.reshard()
 
 
 def drop_gathered(policy: nn.Module) -> None:

@@ -15,7 +15,7 @@ from transformers.utils import logging
 
 from spmd_rl.config.errors import UserError
 from spmd_rl.data.batch import Batch, Column
-from spmd_rl.engines.train.attention import ATTENTION, PackedBlocks
+from spmd_rl.engines.train.attention import ATTENTION, PackedTree
 from spmd_rl.engines.train.logprobs import token_logprobs
 from spmd_rl.engines.train.packing import Packed, pack
 
@@ -35,24 +35,26 @@ class PolicyModel(nn.Module):
         self.model = model
         self.temperature, self.chunk = temperature, chunk
 
-    def forward(self, packed: Packed, blocks: PackedBlocks) -> tuple[Tensor, Tensor]:
+    def forward(self, packed: Packed, tree: PackedTree) -> tuple[Tensor, Tensor]:
         """float32 [R], float32 [R]."""
         device = self.model.device
         hidden_TH = self.model.base_model(
             input_ids=packed.input_ids_T.to(device)[None],
             position_ids=packed.position_ids_T.to(device)[None],
             use_cache=False,
-            blocks=blocks,
+            packed_tree=tree,
         ).last_hidden_state[0]
         head = self.model.get_output_embeddings()
+        # The first token of all responses to a prompt is predicted by one hidden state: its logits are made once.
+        predict_U, row_R = packed.predict_R.unique(return_inverse=True)
         return token_logprobs(
-            # index_select: its backward sums the rows of a shared prompt end in one pass, unlike advanced indexing.
-            hidden_TH.index_select(0, packed.predict_R.to(device)),
+            hidden_TH.index_select(0, predict_U.to(device)),
             head.weight,
             packed.target_R.to(device),
-            self.temperature,
-            getattr(head, "bias", None),
-            self.chunk,
+            row_R.to(device),
+            temperature=self.temperature,
+            bias_V=getattr(head, "bias", None),
+            chunk=self.chunk,
         )
 
 
@@ -164,8 +166,8 @@ def _verify(model: PreTrainedModel, own_R: Tensor) -> None:
     wrapped = PolicyModel(model, temperature=1.0, chunk=1024)
     tolerance = PROBE_TOLERANCE if model.dtype == torch.float32 else 0.1
     for shared in (False, True):
-        packed = pack(batch, shared)
-        logprob_R, _ = wrapped(packed, PackedBlocks(packed.blocks, model.device))
+        packed = pack(batch, shared, min_shared=1)
+        logprob_R, _ = wrapped(packed, PackedTree(packed.nodes, model.device))
         worst = float((logprob_R - own_R).abs().max())
         if not worst <= tolerance:
             raise UserError(

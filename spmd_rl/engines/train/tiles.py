@@ -1,87 +1,109 @@
-"""Exact attention over packed blocks without a fused kernel: batched matrix products over tiles.
+"""Exact attention over a packed tree without a fused kernel: batched matrix products over tiles.
 
-A tile is a prefix (possibly empty) and sequences, padded to one length, that see the prefix and causally themselves;
-a long sequence is cut into ranges of query rows. The backward pass computes the probabilities again, as flash
-attention does (Dao et al., 2022, arXiv:2205.14135), so that nothing of the size query x key outlives its tile.
-Products are made in the dtype of the inputs, everything between them (softmax, sums over tiles) in float32.
+A tile is some nodes with one parent, padded to one length: they see the prefix (the nodes from the root to the parent)
+and causally themselves; a long node is cut into ranges of query rows. The backward pass computes the probabilities
+again, as flash attention does (Dao et al., 2022, arXiv:2205.14135), so that nothing of the size query x key outlives
+its tile. Products are made in the dtype of the inputs, everything between them (softmax, sums over tiles) in float32.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from spmd_rl.engines.train.packing import Block, Span
+from spmd_rl.engines.train.packing import Node
 
 SCORES_PER_TILE = 1 << 18  # of one query head: 1 MiB of float32
-MIN_FILL = 0.75  # a sequence joins a tile of longer ones if it fills so much of its row,
+MIN_FILL = 0.75  # a node joins a tile of longer ones if it fills so much of its row,
 MAX_WASTE = 1 << 12  # or wastes at most so many scores of one head: less work than a tile of its own
+
+
+class Span(NamedTuple):
+    """Consecutive tokens of the packed row."""
+
+    start: int
+    end: int
 
 
 @dataclass(frozen=True)
 class Tile:
-    """`rows` sequences of `length` tokens behind one prefix; queries are the rows `first:last` of each.
+    """`rows` nodes of `length` tokens behind one prefix; queries are the tokens `first:last` of each.
 
-    start: of the first sequence, where all have the same length and lie one behind the other; else None, and
-    token_N: int64 [rows * length], where each token lies in the packed row (padding repeats the sequence's last
-    token); real_N: int64, the entries of token_N that are no padding.
+    prefix: where the nodes from the root to the parent lie; later_QL: bool, whether own key comes after the query.
+    start: of the first node, where all have the same length and lie one behind the other; else None, and
+    token_N: int64 [rows * length], where each token lies in the packed row (padding repeats the node's last token);
+    real_N: int64, the entries of token_N that are no padding.
     """
 
-    prefix: Span
+    prefix: tuple[Span, ...]
     rows: int
     length: int
     first: int
     last: int
+    later_QL: Tensor
     start: int | None
     token_N: Tensor | None = None
     real_N: Tensor | None = None
 
 
-def plan_tiles(blocks: Sequence[Block], scores_per_tile: int = SCORES_PER_TILE) -> tuple[Tile, ...]:
+def plan_tiles(nodes: Sequence[Node], scores_per_tile: int = SCORES_PER_TILE) -> tuple[Tile, ...]:
     """Tiles that cover each query once and each (query, key) pair that may see each other once.
 
-    The tiles of the prefixes themselves come first: a tile with `token_N` is then always the first with its keys.
+    Parents come before their children: a tile with `token_N` is then always the first with its keys.
     """
-    none = Span(0, 0)
-    tiles = list(_bundle(none, [block.prefix for block in blocks], scores_per_tile))
-    for block in blocks:
-        tiles.extend(_bundle(block.prefix, block.tails, scores_per_tile))
-    return tuple(tiles)
+    paths: list[tuple[Span, ...]] = []  # from the root to each node; a last entry for "no parent"
+    children: dict[int, list[Span]] = {}
+    for node in nodes:
+        span = Span(node.start, node.start + node.length)
+        above = paths[node.parent] if node.parent >= 0 else ()
+        joined = bool(above) and above[-1].end == span.start
+        paths.append((*above[:-1], Span(above[-1].start, span.end)) if joined else (*above, span))
+        children.setdefault(node.parent, []).append(span)
+    return tuple(
+        tile
+        for parent in sorted(children)
+        for tile in _bundle(paths[parent] if parent >= 0 else (), children[parent], scores_per_tile)
+    )
 
 
-def _bundle(prefix: Span, sequences: Sequence[Span], budget: int) -> Iterator[Tile]:
-    """Sequences of similar length share a tile; one that is too long for a tile is cut by query rows."""
-    waiting = sorted(sequences, key=lambda s: (-s.length, s.start))
+def _bundle(prefix: tuple[Span, ...], spans: Sequence[Span], budget: int) -> Iterator[Tile]:
+    """Nodes of similar length share a tile; one that is too long for a tile is cut by query rows."""
+    before = sum(span.end - span.start for span in prefix)
+    waiting = sorted(spans, key=lambda s: (s.start - s.end, s.start))  # longest first
     while waiting:
-        start, length = waiting[0]
-        keys = prefix.length + length
+        length = waiting[0].end - waiting[0].start
+        keys = before + length
         if length * keys > budget:
             rows = max(budget // keys, 32)
             for first in range(0, length, rows):
                 last = min(first + rows, length)
-                yield Tile(prefix, 1, last, first, last, start)
+                yield Tile(prefix, 1, last, first, last, _later(first, last), waiting[0].start)
             waiting = waiting[1:]
             continue
         most = max(1, budget // (length * keys))
         least = min(MIN_FILL * length, length - MAX_WASTE / keys)
-        count = sum(s.length >= least for s in waiting[:most])
-        yield _tile(prefix, waiting[:count])
+        count = sum(span.end - span.start >= least for span in waiting[:most])
+        yield _tile(prefix, sorted(waiting[:count]), length)
         waiting = waiting[count:]
 
 
-def _tile(prefix: Span, sequences: Sequence[Span]) -> Tile:
-    start, length = sequences[0]
-    if all(s == (start + i * length, length) for i, s in enumerate(sequences)):
-        return Tile(prefix, len(sequences), length, 0, length, start)
-    starts, lengths = torch.tensor(sequences).T
-    column = torch.arange(length)
-    token_N = (starts[:, None] + torch.minimum(column, lengths[:, None] - 1)).flatten()
-    real_N = (column < lengths[:, None]).flatten().nonzero()[:, 0]
-    return Tile(prefix, len(sequences), length, 0, length, None, token_N, real_N)
+def _tile(prefix: tuple[Span, ...], spans: Sequence[Span], length: int) -> Tile:
+    start = spans[0].start
+    whole = Tile(prefix, len(spans), length, 0, length, _later(0, length), start)
+    if all(span == (start + i * length, start + (i + 1) * length) for i, span in enumerate(spans)):
+        return whole
+    starts, ends = torch.tensor(spans).T
+    tokens = starts[:, None] + torch.arange(length)
+    real_N = (tokens < ends[:, None]).flatten().nonzero()[:, 0]
+    return replace(whole, start=None, token_N=torch.minimum(tokens, ends[:, None] - 1).flatten(), real_N=real_N)
+
+
+def _later(first: int, last: int) -> Tensor:
+    return torch.arange(last) > torch.arange(first, last)[:, None]
 
 
 class TiledAttention(torch.autograd.Function):
@@ -150,8 +172,9 @@ class _TileWork:
         return torch.empty(x.shape, dtype=x.dtype).copy_(x).view(self.heads, -1, self.dim)
 
     def _take_keys(self, x_THD: Tensor) -> tuple[Tensor, Tensor]:
-        start, length = self.tile.prefix
-        prefix = x_THD[start : start + length].transpose(0, 1).contiguous()
+        spans = [x_THD[span.start : span.end] for span in self.tile.prefix]
+        prefix = spans[0] if len(spans) == 1 else torch.cat(spans) if spans else x_THD[:0]
+        prefix = prefix.transpose(0, 1).contiguous()
         x = self._rows(x_THD, 0).view(self.tile.rows, self.tile.length, self.heads, self.dim).permute(2, 0, 1, 3)
         return prefix, torch.empty(x.shape, dtype=x.dtype).copy_(x).view(-1, self.tile.length, self.dim)
 
@@ -174,9 +197,8 @@ class _TileWork:
     def probabilities(self, scale: float) -> Tensor:
         """[H, R * G * Q, P + L]; a key after its query has 0."""
         scores = self.products(self.q, self.prefix_k, self.own_k).mul_(scale)
-        later = torch.arange(self.tile.length) > torch.arange(self.tile.first, self.tile.last)[:, None]
-        own_part = scores[..., self.tile.prefix.length :].view(self.heads, -1, *later.shape)
-        own_part.masked_fill_(later, float("-inf"))
+        own_part = scores[..., self.prefix_k.shape[1] :].view(self.heads, -1, *self.tile.later_QL.shape)
+        own_part.masked_fill_(self.tile.later_QL, float("-inf"))
         return scores.softmax(-1)
 
     def weighted(self, weights: Tensor, prefix: Tensor, own: Tensor) -> Tensor:
@@ -188,7 +210,7 @@ class _TileWork:
 
     def transposed(self, weights: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         """x [H, R * G * Q, D] summed by weights onto the keys -> [H, P, D], [H * R, L, D]."""
-        split, batches = self.tile.prefix.length, self.heads * self.tile.rows
+        split, batches = self.prefix_k.shape[1], self.heads * self.tile.rows
         own_weights = weights.view(batches, -1, weights.shape[-1])[..., split:]
         own = torch.bmm(own_weights.transpose(1, 2), x.view(batches, -1, self.dim))
         return torch.bmm(weights[..., :split].transpose(1, 2), x), own
@@ -203,8 +225,10 @@ class _TileWork:
 
     def add_keys(self, target_THD: Tensor, prefix: Tensor, own: Tensor) -> None:
         """Adds what belongs to the prefix and to the own keys. Padding keys are seen by padding alone."""
-        start, length = self.tile.prefix
-        target_THD[start : start + length] += prefix.transpose(0, 1)
+        done = 0
+        for start, end in self.tile.prefix:
+            target_THD[start:end] += prefix[:, done : done + end - start].transpose(0, 1)
+            done += end - start
         own = own.view(self.heads, -1, self.tile.length, self.dim).permute(1, 2, 0, 3)
         if self.tile.start is not None:
             rows = self._rows(target_THD, 0)
