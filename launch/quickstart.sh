@@ -10,12 +10,5 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 launch/setup.sh
 .venv/bin/python launch/prepare_model.py
-
-ranks=2
-if command -v nvidia-smi >/dev/null 2>&1; then
-    gpus=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU' || true)
-    if [ "$gpus" -gt 0 ]; then ranks=$gpus; fi
-fi
 export HF_HUB_OFFLINE=1
-export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # what torchrun would set, with a warning; run.threads has the last word
-exec .venv/bin/torchrun --standalone --nproc-per-node="$ranks" spmd_rl/main.py configs/quickstart.yaml "$@"
+exec launch/torchrun.sh configs/quickstart.yaml "$@"

@@ -109,6 +109,7 @@ class Job:
         else:
             if self.done == first:
                 raise UserError(f"no step was made: data.epochs={config.data.epochs} had ended by step {first}")
+            self._refuse_unchanged()
             if config.eval.at_end and evaluated != self.done:
                 self._evaluate()
             self._finish()
@@ -180,6 +181,19 @@ class Job:
             context = self._context("sync")
             next(stage for stage in self.graph.order if stage.name == "sync").run(context, Batch.empty())
         self.recorder.say(f"resumed from {path} after step {self.done}")
+
+    def _refuse_unchanged(self) -> None:
+        """A run whose every update was skipped has trained nothing and must not look as if it had."""
+        trained = [
+            engine for engine in self.engines.values() if getattr(engine, "version", 0) and hasattr(engine, "skipped")
+        ]
+        if trained and all(engine.version == engine.skipped for engine in trained):
+            raise UserError(
+                f"nothing was trained in {self.done} steps: in none of them did a token count in the loss. Every "
+                "sample was excluded (reward.on_error, algorithm.nonfinite_logprob) or masked "
+                "(algorithm.mask_truncated: raise rollout.max_tokens); reward/excluded and "
+                f"response/truncated_fraction in {self.folder}/metrics.jsonl say which"
+            )
 
     def _finish(self) -> None:
         self._save()

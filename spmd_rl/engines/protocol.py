@@ -94,14 +94,16 @@ LossFunction = Callable[[LossTerms, Metrics], Tensor]
 class TrainEngine(Protocol):
     """A model that is trained or evaluated on packed ragged batches. Calls are collective over its ranks."""
 
-    version: int  # optimizer steps taken
+    version: int  # updates made, the skipped ones among them
+    skipped: int  # updates that changed nothing, because no token counted
 
-    def logprobs(self, batch: Batch, metrics: Metrics | None = None) -> Tensor:
+    def logprobs(self, batch: Batch) -> Tensor:
         """float32 [R]: log-probability of every response token, at the rollout temperature; no gradient."""
         ...
 
     def update(self, batch: Batch, loss: LossFunction, metrics: Metrics) -> None:
-        """One optimizer step over this rank's part of the batch; the loss is normalised globally."""
+        """One optimizer step over this rank's part of the batch; the loss is normalised globally. Skipped where no
+        token counts on any rank."""
         ...
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:

@@ -101,3 +101,15 @@ def test_a_reward_that_fails_can_be_excluded_instead(tmp_path, model):
     first = metrics(tmp_path / "run")[0]
     assert 0 < first["reward/excluded"] < first["samples"]
     assert first["grad_norm"] > 0
+
+
+def test_a_run_that_trained_nothing_does_not_end_well(tmp_path, model):
+    config = tiny_config(tmp_path, model, reward={"on_error": "exclude"})
+    (tmp_path / "rewards.py").write_text("def letters(prompt, response, row):\n    return None\n")
+    done = start(config, "train.steps=2", ranks=2, timeout_s=90)
+    assert done.returncode != 0
+    assert "error: nothing was trained in 2 steps" in done.stderr and "reward.on_error" in done.stderr
+    from tests.integration.program import metrics
+
+    assert [m["train/skipped_updates"] for m in metrics(tmp_path / "run")] == [1.0, 1.0]
+    assert [m["grad_norm"] for m in metrics(tmp_path / "run")] == [0.0, 0.0]

@@ -56,6 +56,19 @@ def test_arguments_reach_every_rank_as_they_are(root: Path, script: str, ranks: 
     assert lines == [f"{source} {rank} of 2 {arguments}" for rank in range(2)]
 
 
+@pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="the quickstart's own environment is wanted")
+def test_the_quickstart_sets_up_prepares_and_starts_two_ranks(root: Path) -> None:
+    (root / "launch" / "setup.sh").write_text("#!/bin/sh\necho set up\n")
+    (root / "launch" / "prepare_model.py").write_text("print('prepared')\n")
+    command = [str(root / "launch" / "quickstart.sh"), "train.steps=4"]
+    done = subprocess.run(command, env={**os.environ, "NPROC": "2"}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    first, second, *ranks = done.stdout.splitlines()
+    assert (first, second) == ("set up", "prepared")
+    wanted = [f"torchrun {rank} of 2 ['configs/quickstart.yaml', 'train.steps=4']" for rank in range(2)]
+    assert sorted(filter(None, ranks)) == wanted
+
+
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_without_a_config_they_say_how_to_use_them(script: str) -> None:
     done = subprocess.run([str(ROOT / "launch" / script)], capture_output=True, text=True, timeout=60)

@@ -50,11 +50,23 @@ def test_same_loss_and_gradients_on_1_2_4_ranks_and_in_every_split(model: str, t
 
 def test_case_d3_ranks_make_the_same_number_of_passes(model: str) -> None:
     first, second = run_world(cases.case_d3, 2, "torchrun", TIMEOUT_S, {"folder": model}).check().ranks
-    # 5 micro-batches of update and of logprobs, twice; then a step without any sample: one pass each.
-    assert first["forwards"] == second["forwards"] == [10, 10, 2]
+    # 5 micro-batches of update and of logprobs, twice; then none for a step without any sample, and one of logprobs.
+    assert first["forwards"] == second["forwards"] == [10, 10, 1]
     long = sum(4 + 3 * i + 90 - 3 * i - 1 for i in range(5))
     short = sum(4 + 3 * i + 15 - 1 for i in range(5))
     assert first["tokens"] == second["tokens"] == long + short + long
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_an_update_without_a_token_changes_nothing_but_the_count(model: str, ranks: int) -> None:
+    launcher = "single" if ranks == 1 else "torchrun"
+    for found in run_world(cases.skipped, ranks, launcher, TIMEOUT_S, {"folder": model}).check().ranks:
+        assert found["weights"] and found["moments"]
+        assert found["counted"] == [3, 1, 1]
+        first, empty, last = found["metrics"]
+        assert empty == {"grad_norm": 0.0, "lr": 1e-2, "train/skipped_updates": 1.0, "loss/total": 0.0}
+        assert [m["train/skipped_updates"] for m in (first, last)] == [0.0, 0.0]
+        assert last["grad_norm"] > 0.01 and last["lr"] == pytest.approx(5e-3)  # the schedule did not wait
 
 
 def compared(result: WorldResult) -> list[dict[str, float]]:

@@ -172,6 +172,27 @@ def case_d3(world: World, folder: str) -> dict[str, Any]:
     return {"forwards": counts, "tokens": metrics.reduce(world.control)["tokens/trained"]}
 
 
+def skipped(world: World, folder: str) -> dict[str, Any]:
+    """A step, then an update in which no token counts (masked on rank 0, no sample elsewhere), then a step."""
+    settings = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 1}}
+    engine = Engine(config(folder, **settings), world, total_steps=4)
+    none = samples().with_columns(
+        {"loss_mask": Column(samples()["loss_mask"].values * 0, samples()["loss_mask"].lengths)}
+    )
+    first = steps(engine, world, 0, 1)
+    before = engine.weights(), [v.clone() for s in engine._optimizer.state.values() for v in map(full, s.values())]
+    metrics = Metrics()
+    engine.forwards = 0
+    engine.update(none if world.rank == 0 else Batch.empty(), aggregated("token_mean"), metrics)
+    after = engine.weights(), [v for s in engine._optimizer.state.values() for v in map(full, s.values())]
+    return {
+        "weights": all(torch.equal(before[0][n], after[0][n]) for n in after[0]),
+        "moments": all(map(torch.equal, before[1], after[1])) and len(after[1]) > 3,
+        "metrics": [first[0], metrics.reduce(world.control), *steps(engine, world, 2, 3)],
+        "counted": [engine.version, engine.skipped, engine.state_dict()["skipped"]],
+    }
+
+
 def steps(engine: Engine, world: World, first: int, last: int) -> list[dict[str, float]]:
     """Optimizer steps `first` to `last`, each on its own data, with Adam."""
     made = []

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,7 +53,7 @@ class TrainEngine:
     def __init__(
         self, config: Config, world: World, mesh: DeviceMesh, total_steps: int, trainable: bool = True
     ) -> None:
-        self.version = 0
+        self.version = self.skipped = 0
         self._config, self._device, self._trainable = config, world.device, trainable
         if mesh.ndim != 1:
             raise UserError(f"the trainer shards over one mesh axis (dp), not over {mesh.mesh_dim_names}")
@@ -76,9 +77,8 @@ class TrainEngine:
             self._optimizer, self._schedule = build_optimizer(model.parameters(), optimizer, total_steps)
 
     @torch.no_grad()
-    def logprobs(self, batch: Batch, metrics: Metrics | None = None) -> Tensor:
+    def logprobs(self, batch: Batch) -> Tensor:
         """float32 [R] on the CPU, in batch order: log-probabilities of all response tokens, without gradient."""
-        del metrics
         parts, count = self._microbatches(batch, _counts(0, 0))[:2]
         rows: list[Tensor] = [torch.empty(0)] * len(batch)
         for index_K in [*parts, *[torch.empty(0, dtype=torch.int64)] * (count - len(parts))]:
@@ -95,13 +95,21 @@ class TrainEngine:
     def update(self, batch: Batch, loss: LossFunction, metrics: Metrics) -> None:
         """One optimizer step. `loss` sees every micro-batch of this rank; the sum over all ranks is minimised.
 
-        Adds `loss/total`, `grad_norm`, `lr`, `tokens/trained`. Raises FloatingPointError where the gradient is not
-        finite; the weights are then as before.
+        Where no token counts on any rank the step is skipped: weights, moments and their decay stay as they are. It
+        still counts in `version` and in the learning-rate schedule, which follow the updates that were due, so that
+        neither depends on the rewards; `skipped` says how many there were.
+        Adds `loss/total`, `grad_norm`, `lr`, `tokens/trained`, `train/skipped_updates`. Raises FloatingPointError
+        where the gradient is not finite; the weights are then as before.
         """
         if not self._trainable:
             raise RuntimeError("this engine was made with trainable=False")
         mask_R = _mask(batch)
         parts, count, (tokens, sequences) = self._microbatches(batch, _counted(batch, mask_R))
+        one_rank = dist.get_rank(self._group) == 0  # all know it; it is counted once
+        metrics.sum("train/skipped_updates", float(one_rank and not tokens))
+        if not tokens:
+            self._skip(metrics)
+            return
         batch = batch.with_columns({"loss_mask": Column(mask_R, batch["response"].lengths)}) if len(batch) else batch
         normalizers = {"tokens": tokens, "sequences": sequences}
         total = 0.0
@@ -139,6 +147,7 @@ class TrainEngine:
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
             "schedule": self._schedule.state_dict(),
             "version": self.version,
+            "skipped": self.skipped,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -149,7 +158,7 @@ class TrainEngine:
         set_model_state_dict(self._model, state["model"])
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
-        self.version = int(state["version"])
+        self.version, self.skipped = int(state["version"]), int(state["skipped"])
 
     def _microbatches(self, batch: Batch, counts: Tensor) -> tuple[list[Tensor], int, tuple[float, float]]:
         """This rank's micro-batches, how many every rank computes, the sums of `counts` (float64 [2]) over ranks."""
@@ -204,6 +213,17 @@ class TrainEngine:
         self._schedule.step()
         self._optimizer.zero_grad()
         self.version += 1
+
+    def _skip(self, metrics: Metrics) -> None:
+        """An update without a token: there is no loss, and a gradient of 0 would still move the weights (moments)."""
+        metrics.mean("loss/total", 0.0, 1.0 / dist.get_world_size(self._group))
+        metrics.set("grad_norm", 0.0)
+        metrics.set("lr", self._schedule.get_last_lr()[0])
+        with warnings.catch_warnings():  # of a schedule that goes on without its optimizer: it is meant to
+            warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+            self._schedule.step()
+        self.version += 1
+        self.skipped += 1
 
     def _global_norm(self, gradients: Sequence[Tensor]) -> float:
         """The 2-norm of all gradients over all ranks; each rank has its own slices, without overlap."""
