@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from spmd_rl.algorithms import group_advantages as by_group
-from spmd_rl.algorithms.shaping import kl_penalized, soft_overlong
+from spmd_rl.algorithms.shaping import kl_penalized, overlong_tokens, soft_overlong
 from spmd_rl.algorithms.whiten import local_sums, whiten
 
 if TYPE_CHECKING:
@@ -58,7 +58,8 @@ def compute_advantages(
         metrics.mean("reward/zero_variance_fraction", flat, present)
     shaped_S = reward_S.double()
     if algorithm.overlong_buffer:
-        penalty_S = soft_overlong(lengths_S, max_tokens, algorithm.overlong_buffer)
+        buffer = overlong_tokens(algorithm.overlong_buffer, max_tokens)
+        penalty_S = soft_overlong(lengths_S, max_tokens, buffer)
         shaped_S = shaped_S + algorithm.overlong_penalty * penalty_S
     if algorithm.kl_coef and algorithm.kl_in == "reward":
         if kl_S is None:

@@ -11,11 +11,12 @@ from spmd_rl.algorithms.aggregate import AGGREGATIONS
 from spmd_rl.algorithms.correction import LEVELS, METHODS
 from spmd_rl.algorithms.kl import LOSS_ESTIMATORS
 from spmd_rl.algorithms.policy_loss import LOSSES
+from spmd_rl.algorithms.shaping import overlong_tokens
 from spmd_rl.config.check import one_of
 from spmd_rl.config.errors import UserError
 
 if TYPE_CHECKING:
-    from spmd_rl.config.schema import AlgorithmConfig, TrainConfig
+    from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
 
 # Per key: when it has an effect, and how to say so. A key outside of its place must keep its default.
 _PLACES: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
@@ -31,18 +32,22 @@ _PLACES: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
     "kl_in": (lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0"),
     "kl_estimator": (lambda a: a.kl_coef > 0 and a.kl_in == "loss", "algorithm.kl_coef above 0 and kl_in=loss"),
     "correction_level": (lambda a: a.correction != "none", "algorithm.correction=tis, mis or icepop"),
-    "correction_cap": (lambda a: a.correction != "none", "algorithm.correction=tis, mis or icepop"),
+    "correction_cap": (
+        lambda a: a.correction != "none" or a.loss == "decoupled_ppo",
+        "algorithm.correction=tis, mis or icepop, or algorithm.loss=decoupled_ppo",
+    ),
     "correction_floor": (lambda a: a.correction == "icepop", "algorithm.correction=icepop"),
 }
 
 
-def check(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+def check(algorithm: AlgorithmConfig, train: TrainConfig, rollout: RolloutConfig) -> None:
     """Raises UserError for an unknown name, a value out of range, a combination without meaning, or a key that the
     other keys leave without effect."""
     _names(algorithm)
     _ranges(algorithm)
     _advantage(algorithm, train)
     _loss(algorithm, train)
+    _rollout(algorithm, rollout)
     for field in fields(algorithm):
         value = getattr(algorithm, field.name)
         if field.name in _PLACES and value != field.default:
@@ -83,7 +88,7 @@ def _ranges(algorithm: AlgorithmConfig) -> None:
     for key in ("sapo_tau_positive", "sapo_tau_negative", "correction_cap"):
         if not getattr(algorithm, key) > 0:
             raise UserError(f"algorithm.{key}={getattr(algorithm, key)}: a number above 0 is wanted")
-    if algorithm.loss in ("ppo_clip", "gspo", "cispo") and algorithm.clip_low > 1:
+    if algorithm.loss in ("ppo_clip", "decoupled_ppo", "gspo", "cispo") and algorithm.clip_low > 1:
         raise UserError(f"algorithm.clip_low={algorithm.clip_low}: at most 1 is wanted (1: no lower bound)")
     if algorithm.loss == "cpgd" and algorithm.clip_low >= 1:
         raise UserError(f"algorithm.clip_low={algorithm.clip_low}: below 1 is wanted, loss=cpgd takes ln(1 - clip_low)")
@@ -130,3 +135,36 @@ def _loss(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
             f"algorithm.loss={algorithm.loss} has one ratio per response, but algorithm.correction_level=token weighs "
             "each token: choose algorithm.correction_level=geometric or sequence"
         )
+    if algorithm.loss == "decoupled_ppo" and algorithm.correction != "none":
+        raise UserError(
+            f"algorithm.loss=decoupled_ppo has the importance weight in it, and algorithm.correction="
+            f"{algorithm.correction} would weigh each token again: choose algorithm.correction=none, or loss=ppo_clip"
+        )
+
+
+def _rollout(algorithm: AlgorithmConfig, rollout: RolloutConfig) -> None:
+    if (
+        algorithm.overlong_buffer
+        and not 1 <= overlong_tokens(algorithm.overlong_buffer, rollout.max_tokens) <= rollout.max_tokens
+    ):
+        raise UserError(
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer:g}: at most rollout.max_tokens={rollout.max_tokens} "
+            "tokens are wanted, or a fraction of it below 1"
+        )
+    if algorithm.overlong_buffer >= 1 and algorithm.overlong_buffer % 1:
+        raise UserError(
+            f"algorithm.overlong_buffer={algorithm.overlong_buffer:g}: a whole number of tokens is wanted, or a "
+            "fraction of rollout.max_tokens below 1"
+        )
+    weighted = "loss=decoupled_ppo" if algorithm.loss == "decoupled_ppo" else f"correction={algorithm.correction}"
+    if is_cut(rollout) and weighted != "correction=none":
+        raise UserError(
+            f"algorithm.{weighted} needs the probabilities of the whole vocabulary, but rollout.top_p="
+            f"{rollout.top_p:g} and rollout.top_k={rollout.top_k} draw from a part of it: set top_p=1 and top_k=0, or "
+            "choose algorithm.correction=none with loss=ppo_clip"
+        )
+
+
+def is_cut(rollout: RolloutConfig) -> bool:
+    """Whether tokens are drawn from a part of the distribution only."""
+    return rollout.top_p < 1 or rollout.top_k > 0

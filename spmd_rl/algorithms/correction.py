@@ -12,11 +12,13 @@ w = exp(logprob - rollout_logprob), without gradient; bounding w trades bias for
 
 Levels: `token` weighs each token by its own w; `sequence` by the product over the response (unbiased, heavy tail);
 `geometric` by the geometric mean over the response. Masked tokens stay in the denominator of the loss.
+`loss=decoupled_ppo` is `ppo_clip` with `tis` by token, where the samples may be older than the proximal policy.
 
 Temperature: both log-probabilities must be at the sampling temperature (the trainer divides its logits by it). Top-p
 and top-k: the rollout engine's log-probability is then that of the *cut and renormalised* distribution, larger than the
-trainer's by -log(mass kept). w < 1 corrects for the renormalisation, but never for tokens that could not be drawn;
-`mismatch/*` shows the cut as disagreement. Weights and reports are exact for top_p = 1 and top_k off.
+trainer's by -log(mass kept). No weight makes up for tokens that could not be drawn, and renormalising the trainer's
+probabilities over the same set would take a sort of the whole vocabulary per token. So a correction is refused beside a
+cut, and what is reported is the cut itself (`report_cut`) and no mismatch, which it would hide.
 """
 
 from __future__ import annotations
@@ -81,3 +83,10 @@ def report_mismatch(metrics: Metrics, logprob_R: Tensor, rollout_logprob_R: Tens
     metrics.mean("mismatch/ratio_mean", ratio_R.sum(), tokens)
     if len(ratio_R):
         metrics.max("mismatch/ratio_max", ratio_R.max())
+
+
+def report_cut(metrics: Metrics, logprob_R: Tensor, rollout_logprob_R: Tensor, mask_R: Tensor) -> None:
+    """Adds `mismatch/kept_mass`, the mean probability that top-p and top-k leave: the trainer's probability of a
+    token divided by the renormalised one that drew it (the engines' true mismatch is in it, too)."""
+    log_mass_R = zero_where_masked(log_ratio(logprob_R.detach(), rollout_logprob_R), mask_R)
+    metrics.mean("mismatch/kept_mass", zero_where_masked(log_mass_R.exp(), mask_R).sum(), (mask_R != 0).sum())

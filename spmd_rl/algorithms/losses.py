@@ -150,19 +150,18 @@ def reinforce(logprob_R: Tensor, advantage_R: Tensor) -> TokenLoss:
 def decoupled_ppo(
     logprob_R: Tensor,
     proximal_logprob_R: Tensor,
-    behaviour_logprob_R: Tensor,
     advantage_R: Tensor,
+    weight_R: Tensor,
     clip_low: float,
     clip_high: float,
-    weight_cap: float,
 ) -> TokenLoss:
-    """min(proximal / behaviour, weight_cap) * PPO's bounded loss around the *proximal* policy.
+    """weight * PPO's bounded loss around the *proximal* policy, weight = proximal / behaviour probability.
 
     Batch size-invariance for policy optimization, arXiv:2110.00641, equation 5: the policy that bounds the step need
-    not be the one that drew the samples.
+    not be the one that drew the samples; for stale samples of asynchronous training, AReaL, arXiv:2505.24298.
+    weight_R: [R], no gradient, of `correction.importance_weights`, bounded by the caller.
     """
     loss_R, clipped_R = ppo_clip(logprob_R, proximal_logprob_R, advantage_R, clip_low, clip_high)
-    weight_R = log_ratio(proximal_logprob_R, behaviour_logprob_R).detach().exp().clamp(max=weight_cap)
     return TokenLoss(weight_R * loss_R, clipped_R)
 
 

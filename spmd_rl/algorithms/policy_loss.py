@@ -11,7 +11,7 @@ from torch import Tensor
 
 from spmd_rl.algorithms import losses
 from spmd_rl.algorithms.aggregate import aggregate, counts, numerator, units
-from spmd_rl.algorithms.correction import bound, importance_weights, report_mismatch
+from spmd_rl.algorithms.correction import bound, importance_weights, report_cut, report_mismatch
 from spmd_rl.algorithms.kl import k3, kl_loss
 from spmd_rl.algorithms.losses import TokenLoss, log_ratio
 from spmd_rl.algorithms.masks import name_samples, nonfinite_samples
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from spmd_rl.engines.protocol import LossTerms
     from spmd_rl.observe.metrics import Metrics
 
-LOSSES = ("ppo_clip", "gspo", "cispo", "gmpo", "cpgd", "sapo", "reinforce")
+LOSSES = ("ppo_clip", "decoupled_ppo", "gspo", "cispo", "gmpo", "cpgd", "sapo", "reinforce")
 
 
 @dataclass(frozen=True)
@@ -42,18 +42,20 @@ def policy_loss(
     updates_per_step: int,
     max_tokens: int,
     kl_coef: Callable[[], float] | None = None,
+    cut: bool = False,
 ) -> PolicyLoss:
     """The `LossFunction` of `algorithm`.
 
     updates_per_step: optimizer steps per round of rollouts; max_tokens: the longest response that rollout allows (what
     aggregation `constant` divides by, unless `loss_constant` is set); kl_coef: read at every call, for an adaptive
-    coefficient, instead of `algorithm.kl_coef`.
+    coefficient, instead of `algorithm.kl_coef`; cut: rollout drew from a distribution cut by top-p or top-k.
     """
     return PolicyLoss(
         algorithm,
         on_policy=updates_per_step == 1,
         constant=algorithm.loss_constant or float(max_tokens),
         kl_coef=kl_coef or (lambda: algorithm.kl_coef),
+        cut=cut,
     )
 
 
@@ -63,7 +65,7 @@ class PolicyLoss:
 
     The policy that the ratio refers to is the column `old_logprob`. Without it, and with one update per step, it is the
     current policy itself: the ratio is exactly 1 and the gradient is right. The rollout engine's own log-probabilities
-    never take its place; they enter by `correction` and are reported as `mismatch/*`.
+    never take its place; they enter by `correction` or `loss=decoupled_ppo` and are reported as `mismatch/*`.
 
     Raises FloatingPointError, naming the samples, where a log-probability or advantage that counts is not finite, and
     ValueError where a column that the configuration needs is missing.
@@ -78,11 +80,12 @@ class PolicyLoss:
     on_policy: bool
     constant: float
     kl_coef: Callable[[], float]
+    cut: bool
 
     def __call__(self, terms: LossTerms, metrics: Metrics) -> Tensor:
         algorithm, mask_R, cu_seqlens = self.algorithm, terms.mask_R, terms.cu_seqlens.to(terms.mask_R.device)
         tokens = self._tokens(terms)
-        token_loss = self._token_loss(tokens, mask_R, cu_seqlens)
+        token_loss = self._token_loss(tokens, mask_R, cu_seqlens, metrics)
         counted = counts(mask_R, cu_seqlens)
         weight = units(algorithm.aggregation, counted, self.constant)
 
@@ -146,12 +149,15 @@ class PolicyLoss:
         bad_S = nonfinite_samples(columns[name].detach(), terms.cu_seqlens.to(terms.mask_R.device), terms.mask_R)
         raise FloatingPointError(f"{name} is NaN or infinite in sample {name_samples(terms.batch.ids, bad_S)}")
 
-    def _token_loss(self, tokens: _Tokens, mask_R: Tensor, cu_seqlens: Tensor) -> TokenLoss:
+    def _token_loss(self, tokens: _Tokens, mask_R: Tensor, cu_seqlens: Tensor, metrics: Metrics) -> TokenLoss:
         algorithm = self.algorithm
         three = (tokens.logprob_R, tokens.old_logprob_R, tokens.advantage_R)
         low, high = algorithm.clip_low, algorithm.clip_high
         if algorithm.loss == "ppo_clip":
             return losses.ppo_clip(*three, low, high, algorithm.dual_clip)
+        if algorithm.loss == "decoupled_ppo":
+            weight_R = self._weight(tokens, mask_R, cu_seqlens, "tis", "token", metrics)
+            return losses.decoupled_ppo(*three, weight_R, low, high)
         if algorithm.loss == "gspo":
             return losses.gspo(*three, mask_R, cu_seqlens, low, high)
         if algorithm.loss == "cispo":
@@ -172,25 +178,32 @@ class PolicyLoss:
         algorithm = self.algorithm
         if algorithm.correction == "none":
             return loss_R
+        method, level = algorithm.correction, algorithm.correction_level
+        return loss_R * self._weight(tokens, mask_R, cu_seqlens, method, level, metrics)
+
+    def _weight(
+        self, tokens: _Tokens, mask_R: Tensor, cu_seqlens: Tensor, method: str, level: str, metrics: Metrics
+    ) -> Tensor:
+        """[R], no gradient: old (proximal) policy / the one that drew the tokens, bounded."""
+        algorithm = self.algorithm
         if tokens.rollout_logprob_R is None:
-            raise ValueError(f"correction {algorithm.correction!r} needs the column 'rollout_logprob'")
-        weight_R = importance_weights(
-            tokens.old_logprob_R, tokens.rollout_logprob_R, mask_R, cu_seqlens, algorithm.correction_level
-        )
-        bounded_R = bound(weight_R, algorithm.correction, algorithm.correction_cap, algorithm.correction_floor)
+            raise ValueError(f"correction {method!r} needs the column 'rollout_logprob'")
+        weight_R = importance_weights(tokens.old_logprob_R, tokens.rollout_logprob_R, mask_R, cu_seqlens, level)
+        bounded_R = bound(weight_R, method, algorithm.correction_cap, algorithm.correction_floor)
         count = (mask_R != 0).sum()
         metrics.mean("correction/weight_mean", zero_where_masked(bounded_R, mask_R).sum(), count)
         metrics.mean("correction/bounded_fraction", ((bounded_R != weight_R) & (mask_R != 0)).sum(), count)
-        return loss_R * bounded_R
+        return bounded_R
 
     def _kl(self, tokens: _Tokens) -> Tensor:
         if tokens.ref_logprob_R is None:
             raise ValueError("kl_coef above 0 needs the column 'ref_logprob'")
         return kl_loss(tokens.logprob_R, tokens.old_logprob_R, tokens.ref_logprob_R, self.algorithm.kl_estimator)
 
-    @staticmethod
     @torch.no_grad()
-    def _report(tokens: _Tokens, token_loss: TokenLoss, terms: LossTerms, count: Tensor, metrics: Metrics) -> None:
+    def _report(
+        self, tokens: _Tokens, token_loss: TokenLoss, terms: LossTerms, count: Tensor, metrics: Metrics
+    ) -> None:
         mask_R = terms.mask_R
         ratio_R = zero_where_masked(log_ratio(tokens.logprob_R, tokens.old_logprob_R).exp(), mask_R)
         metrics.mean("entropy", zero_where_masked(terms.entropy_R, mask_R).sum(), count)
@@ -202,4 +215,5 @@ class PolicyLoss:
         if tokens.ref_logprob_R is not None:
             metrics.mean("kl/ref", k3(tokens.logprob_R, tokens.ref_logprob_R).sum(), count)
         if tokens.rollout_logprob_R is not None:
-            report_mismatch(metrics, tokens.old_logprob_R, tokens.rollout_logprob_R, mask_R)
+            report = report_cut if self.cut else report_mismatch
+            report(metrics, tokens.old_logprob_R, tokens.rollout_logprob_R, mask_R)

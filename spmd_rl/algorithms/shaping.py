@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 from torch import Tensor
+
+
+def overlong_tokens(buffer: float, max_tokens: int) -> int:
+    """The penalised last tokens: `buffer` itself, or below 1 that fraction of `max_tokens`, rounded up."""
+    return ceil(buffer * max_tokens) if buffer < 1 else int(buffer)
 
 
 def soft_overlong(lengths_S: Tensor, max_tokens: int, buffer: int) -> Tensor:

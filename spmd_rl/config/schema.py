@@ -100,10 +100,12 @@ class AlgorithmConfig:
     advantage: str = "grpo"  # grpo | grpo_no_std | grpo_leave_one_out | dr_grpo (with aggregation=constant) | rloo |
     #   reinforce_pp | reinforce_pp_baseline | opo | passk | cpgd (formulas: algorithms/group_advantages.py)
     pass_k: int = 0  # passk: the k of the maximised max-of-k reward
-    overlong_buffer: int = 0  # last tokens before rollout.max_tokens over which a penalty grows (DAPO); 0: off
+    overlong_buffer: float = 0.0  # last tokens before rollout.max_tokens over which a penalty grows (DAPO); below 1:
+    #   a fraction of rollout.max_tokens; 0: off
     overlong_penalty: float = 1.0  # its greatest size, subtracted from the reward
 
-    loss: str = "ppo_clip"  # ppo_clip | gspo | cispo | gmpo | cpgd | sapo | reinforce (algorithms/losses.py)
+    loss: str = "ppo_clip"  # ppo_clip | decoupled_ppo (samples older than the policy that bounds the step) | gspo |
+    #   cispo | gmpo | cpgd | sapo | reinforce (formulas: algorithms/losses.py)
     aggregation: str = "token_mean"  # token_mean | seq_mean_token_mean | seq_mean_token_sum | constant
     loss_constant: float = 0.0  # tokens per sequence that `constant` divides by; 0: rollout.max_tokens
     clip_low: float = 0.2  # ratio is kept above 1 - clip_low (gmpo: above exp(-clip_low))
@@ -121,7 +123,7 @@ class AlgorithmConfig:
     correction: str = "none"  # rollout / trainer mismatch: none | tis (truncated importance sampling) | mis (masked) |
     #   icepop (masked on both sides)
     correction_level: str = "token"  # the weight of each: token | sequence (product) | geometric (mean over it)
-    correction_cap: float = 2.0  # upper bound of the importance weight
+    correction_cap: float = 2.0  # upper bound of the importance weight (also that of decoupled_ppo)
     correction_floor: float = 0.0  # icepop: lower bound
     mask_truncated: bool = False  # true: responses that hit max_tokens get no loss
     nonfinite_logprob: str = "stop"  # a NaN from the rollout engine: stop | exclude (the sample, from group and loss)

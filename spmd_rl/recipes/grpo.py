@@ -20,7 +20,7 @@ from spmd_rl.recipes import build, stages
 
 def graph(config: Config, world_size: int) -> Graph:
     """Rollout and training share all ranks and take turns; the world size only decides who holds which samples."""
-    check_algorithm(config.algorithm, config.train)
+    check_algorithm(config.algorithm, config.train, config.rollout)
     check_model(Path(config.model.path) / "config.json", config.rollout.tensor_parallel, model_tokens(config))
     replicas = Placement(axes={"dp": REST, "tp": config.rollout.tensor_parallel})
     trainers = Placement()

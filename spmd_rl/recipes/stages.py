@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.algorithms.advantages import compute_advantages
+from spmd_rl.algorithms.check import is_cut
 from spmd_rl.algorithms.masks import exclude, loss_mask, name_samples, nonfinite_samples, spread
 from spmd_rl.algorithms.policy_loss import policy_loss
 from spmd_rl.algorithms.ragged import segment_sum
@@ -171,8 +172,10 @@ def _logprobs(engine: Any, batch: Batch) -> Column:
 
 def update(context: Context, batch: Batch) -> None:
     """The optimizer steps of this round; the groups are divided among them by the column `turn`."""
-    turns = context.config.train.updates_per_step
-    loss = policy_loss(context.config.algorithm, updates_per_step=turns, max_tokens=context.config.rollout.max_tokens)
+    turns, rollout = context.config.train.updates_per_step, context.config.rollout
+    loss = policy_loss(
+        context.config.algorithm, updates_per_step=turns, max_tokens=rollout.max_tokens, cut=is_cut(rollout)
+    )
     turn_S = batch["turn"].as_scalars()
     for turn in range(turns):
         part = batch if turns == 1 else batch.select((turn_S == turn).nonzero().flatten())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmd_rl.algorithms import group_advantages as by_group
 from spmd_rl.algorithms.advantages import ADVANTAGES, OVER_THE_BATCH, compute_advantages
-from spmd_rl.algorithms.shaping import kl_penalized, soft_overlong
+from spmd_rl.algorithms.shaping import kl_penalized, overlong_tokens, soft_overlong
 from spmd_rl.algorithms.whiten import local_sums, whiten
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.observe.metrics import Metrics
@@ -268,6 +268,8 @@ def test_soft_overlong_by_hand() -> None:
         torch.tensor([1.0, 1.0]), torch.tensor([0, 0]), torch.tensor([3, 14]), max_tokens=16,
     )  # fmt: skip
     assert found.tolist() == [0.5, -0.5]  # rewards 1 and 1 - 2 * 0.5
+    # A buffer below 1 is a fraction of the longest response, rounded up.
+    assert (overlong_tokens(0.2, 16), overlong_tokens(0.25, 16), overlong_tokens(5.0, 16)) == (4, 4, 5)
 
 
 def test_kl_in_the_reward() -> None:

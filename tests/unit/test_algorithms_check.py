@@ -11,11 +11,14 @@ from spmd_rl.algorithms.advantages import ADVANTAGES
 from spmd_rl.algorithms.check import check
 from spmd_rl.algorithms.policy_loss import LOSSES
 from spmd_rl.config.errors import UserError
-from spmd_rl.config.schema import AlgorithmConfig, TrainConfig
+from spmd_rl.config.schema import AlgorithmConfig, RolloutConfig, TrainConfig
 
 ROOT = Path(__file__).resolve().parents[2]
 
 REFUSED: list[tuple[dict[str, object], dict[str, int], str]] = [
+    ({"loss": "decoupled_ppo", "correction": "tis"}, {}, "weigh each token again: choose algorithm.correction=none"),
+    ({"overlong_buffer": 300}, {}, r"overlong_buffer=300: at most rollout\.max_tokens=256"),
+    ({"overlong_buffer": 8.5}, {}, "a whole number of tokens is wanted"),
     ({"advantage": "gpro"}, {}, r"algorithm\.advantage='gpro'.*did you mean grpo\?"),
     ({"advantage": "gae"}, {}, "gae' needs a critic.*choose grpo or rloo"),
     ({"advantage": "remax"}, {}, "greedy response.*choose rloo"),
@@ -61,8 +64,16 @@ REFUSED: list[tuple[dict[str, object], dict[str, int], str]] = [
 @pytest.mark.parametrize(("algorithm", "train", "message"), REFUSED)
 def test_refused(algorithm: dict[str, object], train: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message) as error:
-        check(AlgorithmConfig(**algorithm), TrainConfig(**train))  # type: ignore[arg-type]
+        check(AlgorithmConfig(**algorithm), TrainConfig(**train), RolloutConfig())  # type: ignore[arg-type]
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("rollout", [RolloutConfig(top_p=0.9), RolloutConfig(top_k=50)])
+def test_a_correction_is_refused_where_the_distribution_is_cut(rollout: RolloutConfig) -> None:
+    check(AlgorithmConfig(), TrainConfig(), rollout)
+    for algorithm in (AlgorithmConfig(correction="tis"), AlgorithmConfig(loss="decoupled_ppo")):
+        with pytest.raises(UserError, match=r"needs the probabilities of the whole.*set top_p=1 and top_k=0"):
+            check(algorithm, TrainConfig(), rollout)
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)
@@ -71,12 +82,15 @@ def test_accepted(advantage: str, loss: str) -> None:
     aggregation = "constant" if advantage == "dr_grpo" else "seq_mean_token_mean"
     if loss == "gmpo" and advantage == "dr_grpo":
         return
+    weighted = loss == "decoupled_ppo"
     check(
         AlgorithmConfig(
             advantage=advantage, loss=loss, aggregation=aggregation, pass_k=4 if advantage == "passk" else 0,
-            kl_coef=0.01, correction="icepop", correction_level="geometric", correction_floor=0.5, overlong_buffer=8,
+            kl_coef=0.01, overlong_buffer=8, correction_level="token" if weighted else "geometric",
+            correction="none" if weighted else "icepop", correction_floor=0.0 if weighted else 0.5,
         ),
         TrainConfig(),
+        RolloutConfig(),
     )  # fmt: skip
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from spmd_rl.algorithms import masks
-from spmd_rl.algorithms.correction import bound, importance_weights, report_mismatch
+from spmd_rl.algorithms.correction import bound, importance_weights, report_cut, report_mismatch
 from spmd_rl.data.batch import Finish
 from spmd_rl.observe.metrics import Metrics
 from tests.algorithm_cases import expectation, gradient
@@ -77,6 +77,16 @@ def test_mismatch_by_hand_and_over_micro_batches() -> None:
     assert whole["mismatch/ratio_mean"] == pytest.approx(10.5 / 3)
     assert whole["mismatch/ratio_max"] == pytest.approx(8)
     assert reduced(slice(0, 1), slice(1, 1), slice(1, 4)) == pytest.approx(whole)
+
+
+def test_what_top_p_leaves_is_reported_instead_of_a_mismatch() -> None:
+    """Probabilities 0.5, 0.3, 0.2; top-p 0.6 keeps the first two, drawn with 0.625 and 0.375: 0.8 of the mass."""
+    trainer_R = torch.tensor([0.5, 0.3, 0.5, 0.2]).log()
+    rollout_R = torch.tensor([0.625, 0.375, 0.625, 0.001]).log()  # the last one is masked
+    metrics = Metrics()
+    for part in (slice(0, 1), slice(1, 4)):
+        report_cut(metrics, trainer_R[part], rollout_R[part], torch.tensor([1.0, 1, 1, 0])[part])
+    assert metrics.reduce() == {"mismatch/kept_mass": pytest.approx(0.8)}
 
 
 def test_loss_mask_by_hand() -> None:

@@ -143,12 +143,8 @@ def test_sapo_by_hand() -> None:
 
 def test_decoupled_ppo_by_hand() -> None:
     proximal_R = tensor(-1, -1, -1)
-    behaviour_R, logprob_R = proximal_R - tensor(0.5, 2, 0).log(), proximal_R + tensor(1.5, 1.1, 1.5).log()
-    # Weights proximal / behaviour: 0.5, 2 (cut at 1.6), and 1 for 1/0 is not asked for.
-    behaviour_R[2] = proximal_R[2]
-    loss_R, clipped_R = losses.decoupled_ppo(
-        logprob_R, proximal_R, behaviour_R, tensor(1, 1, -1), 0.2, 0.2, weight_cap=1.6
-    )
+    logprob_R = proximal_R + tensor(1.5, 1.1, 1.5).log()
+    loss_R, clipped_R = losses.decoupled_ppo(logprob_R, proximal_R, tensor(1, 1, -1), tensor(0.5, 1.6, 1), 0.2, 0.2)
     torch.testing.assert_close(loss_R, tensor(-0.5 * 1.2, -1.6 * 1.1, 1.5))
     assert clipped_R.tolist() == [True, False, False]
 
@@ -171,7 +167,7 @@ ALL = {
     "cpgd": lambda lp, old, a: losses.cpgd(lp, old, a, 0.2, 0.2, 0.5),
     "sapo": lambda lp, old, a: losses.sapo(lp, old, a, 1.0, 1.05),
     "reinforce": lambda lp, old, a: losses.reinforce(lp, a),
-    "decoupled_ppo": lambda lp, old, a: losses.decoupled_ppo(lp, old, old, a, 0.2, 0.2, 2.0),
+    "decoupled_ppo": lambda lp, old, a: losses.decoupled_ppo(lp, old, a, torch.ones_like(a), 0.2, 0.2),
 }
 LOGITS = torch.tensor([0.3, -0.5, 0.9], dtype=F64, requires_grad=True)
 ADVANTAGE = torch.tensor([0.7, -1.1, 0.2], dtype=F64)
@@ -196,7 +192,7 @@ def test_off_policy_without_active_bounds_the_ratio_makes_it_right(name: str) ->
         "ppo_clip": lambda lp, old, a: losses.ppo_clip(lp, old, a, 1.0, 1e6),
         "cispo": lambda lp, old, a: losses.cispo(lp, old, a, 1.0, 1e6),
         # Behaviour != proximal: the weight times the ratio around the proximal policy is the whole ratio.
-        "decoupled_ppo": lambda lp, old, a: losses.decoupled_ppo(lp, old + 0.3 * a, old, a, 1.0, 1e6, 1e6),
+        "decoupled_ppo": lambda lp, old, a: losses.decoupled_ppo(lp, old + 0.3 * a, a, (0.3 * a).exp(), 1.0, 1e6),
     }[name]
     old_A, logprobs_A = torch.tensor([0.5, 0.2, 0.3], dtype=F64), LOGITS.log_softmax(0)
     found = gradient(

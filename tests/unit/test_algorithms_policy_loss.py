@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import pairwise
+from math import exp
 
 import pytest
 import torch
@@ -81,7 +82,8 @@ def test_n6_on_policy_the_ratio_is_exactly_1(loss: str) -> None:
     _, grad, metrics = run(algorithm, batch, logprob_R)
     assert (metrics["ratio/mean"], metrics["ratio/max"], metrics["ratio/clip_fraction"]) == (1.0, 1.0, 0.0)
     if loss != "gmpo":  # it takes the mean advantage of the response
-        torch.testing.assert_close(grad, -advantage_R / 9)
+        weight = exp(-0.05) if loss == "decoupled_ppo" else 1.0
+        torch.testing.assert_close(grad, -weight * advantage_R / 9)
     # The deviation from the engine that drew the tokens is reported, and never takes the place of the ratio.
     assert metrics["mismatch/logprob_difference"] == pytest.approx(0.05, rel=1e-3)
     with pytest.raises(ValueError, match="several updates per step need the column 'old_logprob'"):
@@ -158,6 +160,31 @@ def test_terms_by_hand() -> None:
     torch.testing.assert_close(grad, (-6.0 + 0.5 * ln2).expand(2) / 2)
 
 
+def test_decoupled_ppo_bounds_around_the_old_policy_and_weighs_by_the_one_that_drew() -> None:
+    """Ratios 1.5 (clipped), 1.1; old / rollout 2 and 8 (cut at 3): -(2 * 1.2 + 3 * 1.1) / 2, as ppo_clip with tis."""
+    old_R = torch.tensor([-1.0, -2.0])
+    columns = {
+        "advantage": torch.ones(2),
+        "old_logprob": old_R,
+        "rollout_logprob": old_R - torch.tensor([2.0, 8]).log(),
+    }
+    batch, logprob_R = make_batch([2], columns), old_R + torch.tensor([1.5, 1.1]).log()
+    found = run(AlgorithmConfig(loss="decoupled_ppo", correction_cap=3.0), batch, logprob_R, updates_per_step=2)
+    assert found[0] == pytest.approx(-(2 * 1.2 + 3 * 1.1) / 2)
+    assert found[2]["correction/weight_mean"] == pytest.approx(2.5)
+    assert found[2]["correction/bounded_fraction"] == pytest.approx(0.5)
+    same = run(AlgorithmConfig(correction="tis", correction_cap=3.0), batch, logprob_R, updates_per_step=2)
+    assert found[0] == pytest.approx(same[0]) and found[1].tolist() == pytest.approx(same[1].tolist())
+
+
+def test_a_cut_distribution_is_reported_as_such() -> None:
+    batch = make_batch([2], {"advantage": torch.ones(2), "rollout_logprob": torch.tensor([0.5, 0.25]).log()})
+    terms, metrics = make_terms(batch, torch.tensor([0.4, 0.2]).log()), Metrics()
+    policy_loss(BASE, updates_per_step=1, max_tokens=4, cut=True)(terms, metrics)
+    mismatch = {name: value for name, value in metrics.reduce().items() if name.startswith("mismatch/")}
+    assert mismatch == {"mismatch/kept_mass": pytest.approx(0.8)}
+
+
 def test_an_adaptive_coefficient_is_read_at_every_call() -> None:
     coefficient = [1.0]
     batch = make_batch([1], {"advantage": torch.zeros(1), "ref_logprob": torch.tensor([-2.0])})
@@ -188,7 +215,7 @@ def test_n12_never_a_silent_nan(column: str, bad: float) -> None:
 
 
 def test_n5_zero_advantages_have_zero_gradient() -> None:
-    batch = make_batch([3, 2], {"advantage": torch.zeros(5)})
+    batch = make_batch([3, 2], {"advantage": torch.zeros(5), "rollout_logprob": -torch.rand(5)})
     for loss in LOSSES:
         value, grad, _ = run(replace(BASE, loss=loss), batch, -torch.rand(5))
         assert value == 0.0 and grad.tolist() == [0.0] * 5
@@ -202,7 +229,7 @@ def test_missing_columns_and_unknown_names() -> None:
         run(replace(BASE, correction="tis"), batch, torch.zeros(2))
     with pytest.raises(ValueError, match="needs the column 'advantage'"):
         run(BASE, make_batch([2], {"old_logprob": torch.ones(2)}), torch.zeros(2))
-    with pytest.raises(ValueError, match="there are ppo_clip, gspo"):
+    with pytest.raises(ValueError, match="there are ppo_clip, decoupled_ppo, gspo"):
         run(replace(BASE, loss="ppo"), batch, torch.zeros(2))
 
 
