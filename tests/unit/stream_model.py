@@ -1,0 +1,143 @@
+"""A whole asynchronous world in one process, made of the pure parts alone: every step is one atomic action."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from spmd_rl.data.stream.admission import Frontier, Starts
+from spmd_rl.data.stream.credits import Credits
+from spmd_rl.data.stream.ledger import Ledger
+from spmd_rl.data.stream.rounds import Rounds
+
+Action = tuple[str, int, int]
+
+
+@dataclass
+class Replica:
+    starts: Starts
+    credits: Credits
+    version: int
+    running: dict[int, int] = field(default_factory=dict)  # group → version that began it
+    sent: list[tuple[int, int]] = field(default_factory=list)  # on the way to the trainer, in order
+    back: list[tuple[str, int]] = field(default_factory=list)  # on the way from the trainer, in order
+
+
+@dataclass
+class World:
+    """actions: what may happen next; do: let it happen. `trained`: (group, staleness) of all steps taken."""
+
+    rounds: Rounds
+    staleness: int
+    in_order: bool
+    replicas: int
+    limit: int
+    size: int = 1  # bytes of a group, all of them
+    step: int = 1
+    frontier: Frontier = field(default_factory=Frontier)
+    trained: list[tuple[int, int]] = field(default_factory=list)
+    claimed: list[tuple[int, int]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.begin()
+
+    def begin(self) -> None:
+        """Start, or start again after everything but the checkpoint was lost."""
+        self.version = self.step - 1
+        self.claimed = []
+        self.ledger = Ledger(self.rounds, self.staleness, self.in_order, self.frontier)
+        self.sides = [
+            Replica(
+                Starts(self.rounds, self.staleness, r, self.replicas, self.frontier), Credits(self.limit), self.version
+            )
+            for r in range(self.replicas)
+        ]
+
+    def actions(self) -> Iterator[Action]:
+        for r, side in enumerate(self.sides):
+            group = side.starts.peek(side.version)
+            if group is not None and side.credits.held + self.size <= side.credits.limit:
+                yield "start", r, group
+            for group in side.running:
+                yield "finish", r, group
+            if side.sent:
+                yield "deliver", r, 0
+            if side.back:
+                yield "hear", r, 0
+            if side.version < self.version and not side.running:
+                yield "swap", r, 0
+        if self.step <= self.rounds.count and copy.deepcopy(self.ledger).tick(self.step, budget=1) is not None:
+            yield "tick", 0, 0
+
+    def do(self, action: Action) -> None:
+        kind, r, group = action
+        side = self.sides[r]
+        if kind == "start":
+            side.starts.start(group)
+            assert side.credits.reserve(group, self.size)
+            side.running[group] = side.version
+        elif kind == "finish":
+            side.sent.append((group, side.running.pop(group)))
+            side.credits.settle(group, self.size)
+        elif kind == "deliver":
+            group, version = side.sent.pop(0)
+            self.ledger.arrive(np.array([[group, version, 1, 1, self.size, 0]]))
+        elif kind == "hear":
+            what, group = side.back.pop(0)
+            side.credits.release(group)
+            if what == "again":
+                side.starts.again(group)
+        elif kind == "swap":
+            side.version = self.version
+        else:
+            self.tick()
+        assert all(side.credits.held <= side.credits.limit for side in self.sides)
+
+    def tick(self) -> None:
+        tick = self.ledger.tick(self.step, budget=1)
+        assert tick is not None
+        for described in tick.claimed:
+            self.claimed.append((described.group, self.step - 1 - described.version))
+            self.sides[described.group % self.replicas].back.append(("taken", described.group))
+        for described in tick.stale:
+            self.sides[described.group % self.replicas].back.append(("again", described.group))
+        if tick.last:
+            self.trained += self.claimed
+            self.claimed = []
+            self.frontier = self.ledger.acknowledge()
+            self.version = self.step
+            self.step += 1
+
+    @property
+    def finished(self) -> bool:
+        return self.step > self.rounds.count
+
+    def key(self) -> tuple:
+        """Equal for worlds that can do the same from here on."""
+        return (
+            self.step,
+            self.frontier,
+            tuple(sorted(self.claimed)),
+            tuple(sorted((d.group, d.version) for d in self.ledger._known.values())),
+            tuple(
+                (
+                    side.version,
+                    side.starts._next,
+                    tuple(sorted(side.starts._again)),
+                    side.credits.held,
+                    tuple(sorted(side.running.items())),
+                    tuple(side.sent),
+                    tuple(side.back),
+                )
+                for side in self.sides
+            ),
+        )
+
+    def check(self) -> None:
+        """At the end: every group trained once, none too old."""
+        assert sorted(group for group, _ in self.trained) == list(range(self.rounds.groups))
+        assert all(0 <= age <= self.staleness for _, age in self.trained), self.trained
+        assert self.frontier == Frontier(self.rounds.groups)

@@ -1,0 +1,233 @@
+"""Admission, credits and ledger: every interleaving of small worlds, random larger ones, kills and resumes."""
+
+from __future__ import annotations
+
+import copy
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spmd_rl.data.stream.admission import Frontier, Starts
+from spmd_rl.data.stream.credits import Credits
+from spmd_rl.data.stream.ledger import Ledger
+from spmd_rl.data.stream.rounds import Place, Rounds
+from tests.unit.stream_model import World
+
+
+def every_interleaving(world: World) -> tuple[int, int]:
+    """(states, ends) reached from `world`; every path must end well, none may get stuck."""
+    seen = {world.key()}
+    todo, ends = [world], 0
+    while todo:
+        here = todo.pop()
+        actions = list(here.actions())
+        if here.finished:
+            here.check()
+            ends += 1
+            continue
+        assert actions, f"stuck: {here.key()}"
+        for action in actions:
+            there = copy.deepcopy(here)
+            there.do(action)
+            key = (there.key(), max((age for _, age in [*there.trained, *there.claimed]), default=0))
+            if key not in seen:
+                seen.add(key)
+                todo.append(there)
+    return len(seen), ends
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+@pytest.mark.parametrize(
+    ("replicas", "staleness", "limit"), [(1, 0, 1), (1, 1, 1), (1, 1, 3), (2, 0, 2), (2, 1, 1), (1, 2, 9)]
+)
+def test_no_interleaving_gets_stuck_or_breaks_the_bound(replicas, staleness, limit, in_order):
+    """One to two replicas, three steps of two groups (the last round of the epoch has one), any order of events."""
+    states, ends = every_interleaving(World(Rounds(5, 2, 3), staleness, in_order, replicas, limit))
+    assert states > 10 and ends >= 1
+
+
+def run_random(world: World, seed: int, kill_at: int | None = None, weights: dict[str, float] | None = None) -> int:
+    rng = random.Random(seed)
+    steps = 0
+    while not world.finished:
+        actions = list(world.actions())
+        assert actions, f"stuck: {world.key()}"
+        chances = [(weights or {}).get(kind, 1.0) for kind, _, _ in actions]
+        world.do(rng.choices(actions, chances)[0])
+        steps += 1
+        if steps == kill_at:
+            world.begin()
+    return steps
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    epoch_length=st.integers(1, 9),
+    batch=st.integers(1, 4),
+    steps=st.integers(1, 6),
+    staleness=st.integers(0, 3),
+    replicas=st.integers(1, 3),
+    limit=st.integers(1, 6),
+    in_order=st.booleans(),
+    seed=st.integers(0, 2**32),
+)
+def test_random_worlds_train_every_group_once_within_the_bound(
+    epoch_length, batch, steps, staleness, replicas, limit, in_order, seed
+):
+    world = World(Rounds(epoch_length, batch, steps), staleness, in_order, replicas, limit)
+    run_random(world, seed)
+    world.check()
+
+
+@pytest.mark.parametrize("in_order", [True, False])
+def test_killed_at_any_of_200_points_and_resumed_nothing_is_lost_or_doubled(in_order):
+    """A1, A5: what was ready or claimed at the end of the checkpointed step is made again, nothing else."""
+    rng = random.Random(1)
+    for number in range(100):
+        world = World(Rounds(7, 3, 5), 2, in_order, 2, 4)
+        run_random(world, number, kill_at=rng.randint(1, 80))
+        world.check()
+
+
+def test_eta_zero_is_on_policy_and_in_order():
+    world = World(Rounds(10, 4, 5), 0, True, 2, 100)
+    run_random(world, 3)
+    groups = [group for group, _ in world.trained]
+    assert [sorted(groups[i : i + 4]) for i in (0, 4)] == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    assert sorted(groups[8:10]) == [8, 9]  # the end of the epoch
+    assert {age for _, age in world.trained} == {0}
+
+
+def test_without_order_a_straggler_is_given_back_and_drawn_again():
+    """Group 0 never ends in time: the bound holds all the same, and it is trained in the end."""
+    world = World(Rounds(100, 2, 4), 1, False, 1, 100)
+
+    def do(kind: str, group: int = 0) -> None:
+        action = next(a for a in world.actions() if a[0] == kind and (kind not in ("start", "finish") or a[2] == group))
+        world.do(action)
+
+    for group in range(4):
+        do("start", group)
+    while world.step < 4:
+        side = world.sides[0]
+        side.version = world.version  # between engine steps, while group 0 goes on
+        for kind, _, group in list(world.actions()):
+            if kind in ("start", "finish") and group:
+                world.do((kind, 0, group))
+            elif kind != "finish" and kind != "start":
+                world.do((kind, 0, group))
+                break
+    assert 0 in world.sides[0].running and world.sides[0].running[0] == 0
+    do("finish", 0)
+    do("deliver")
+    world.tick()
+    run_random(world, 0)
+    world.check()
+
+
+@pytest.mark.parametrize("weights", [{"finish": 10.0, "start": 10.0, "tick": 0.1}, {"finish": 0.1, "tick": 10.0}])
+def test_a_producer_ten_times_too_fast_or_too_slow_keeps_to_the_byte_limit(weights):
+    """A6: the limit is asserted after every action (`World.do`); nothing is dropped, nothing gets stuck."""
+    world = World(Rounds(1000, 8, 6), 3, True, 2, 300, size=100)
+    run_random(world, 5, weights=weights)
+    world.check()
+
+
+def test_rounds_follow_the_loader():
+    """Against the loader's own rule: a step never crosses the end of an epoch."""
+    rounds = Rounds(epoch_length=7, prompts_per_step=3, steps=100, epochs=2)
+    assert (rounds.count, rounds.groups) == (6, 14)
+    expected = []
+    for epoch in range(2):
+        for cursor in range(0, 7, 3):
+            count = min(3, 7 - cursor)
+            expected += [Place(epoch, cursor, index, count) for index in range(count)]
+    assert [rounds.place(group) for group in range(14)] == expected
+    assert [rounds.of(group) for group in range(14)] == [0, 0, 0, 1, 1, 1, 2, 3, 3, 3, 4, 4, 4, 5]
+    assert [rounds.first(r) for r in range(7)] == [0, 3, 6, 7, 10, 13, 14]
+
+
+def test_the_share_of_a_replica_is_a_pure_function():
+    rounds = Rounds(100, 4, 3)
+    started = []
+    for replica in range(3):
+        starts = Starts(rounds, 1, replica, 3, Frontier.of([0, 1, 4]))
+        while (group := starts.peek(version=0)) is not None:
+            starts.start(group)
+            started.append(group)
+        assert not starts.exhausted
+    assert sorted(started) == [2, 3, 5, 6, 7]  # rounds 0 and 1, without what is done
+    with pytest.raises(ValueError, match="not the next"):
+        Starts(rounds, 0, 0, 1).start(3)
+
+
+def test_the_frontier_closes_up_and_refuses_doubles():
+    frontier = Frontier.of([1, 3])
+    assert frontier == Frontier(0, (1, 3)) and 3 in frontier and 0 not in frontier
+    assert Frontier.of([0], frontier) == Frontier(2, (3,))
+    with pytest.raises(ValueError, match="group 3 is trained twice"):
+        Frontier.of([3], frontier)
+
+
+def test_credits_reserve_the_largest_and_keep_the_real_size():
+    credits = Credits(10)
+    assert credits.reserve(0, 6) and not credits.reserve(1, 6)
+    credits.settle(0, 2)
+    assert credits.reserve(1, 6) and credits.held == 8
+    credits.release(0)
+    assert credits.held == 6 and len(credits) == 1
+    with pytest.raises(ValueError, match="never fits"):
+        credits.reserve(2, 11)
+    with pytest.raises(ValueError, match="started twice"):
+        credits.reserve(1, 1)
+    with pytest.raises(ValueError, match="6 were reserved"):
+        credits.settle(1, 7)
+
+
+def row(group: int, version: int = 0, tokens: int = 10) -> list[int]:
+    return [group, version, 4, tokens, 100, 0]
+
+
+def test_a_tick_takes_the_oldest_until_the_budget_is_full():
+    ledger = Ledger(Rounds(100, 4, 9), 1, in_order=True)
+    ledger.arrive(np.array([row(5), row(2), row(3)]))
+    assert ledger.tick(1, budget=25) is None  # 20 tokens of round 0, and more will come
+    ledger.arrive(np.array([row(0)]))
+    tick = ledger.tick(1, budget=25)
+    assert tick is not None and [d.group for d in tick.claimed] == [0, 2, 3] and not tick.last
+    assert ledger.tick(1, budget=25) is None and ledger.ready_tokens == 10
+    ledger.arrive(np.array([row(1)]))
+    tick = ledger.tick(1, budget=25)
+    assert tick is not None and [d.group for d in tick.claimed] == [1] and tick.last
+    assert ledger.acknowledge() == Frontier(4)
+    assert ledger.tick(2, budget=1, whole=True) is None
+    with pytest.raises(ValueError, match="group 1 arrives twice"):
+        ledger.arrive(np.array([row(1)]))
+
+
+def test_a_whole_step_is_taken_at_once_where_it_is_wanted():
+    ledger = Ledger(Rounds(100, 2, 9), 1, in_order=True)
+    ledger.arrive(np.array([row(0, tokens=10**6)]))
+    assert ledger.tick(1, budget=1, whole=True) is None
+    ledger.arrive(np.array([row(1)]))
+    tick = ledger.tick(1, budget=1, whole=True)
+    assert tick is not None and len(tick.claimed) == 2 and tick.last
+
+
+def test_a_group_that_is_too_old_is_an_error_in_order_and_given_back_otherwise():
+    for in_order in (True, False):
+        ledger = Ledger(Rounds(100, 1, 9), 1, in_order)
+        for step in (1, 2):
+            ledger.arrive(np.array([row(step - 1, step - 1)]))
+            assert ledger.tick(step, 1) is not None
+            ledger.acknowledge()
+        ledger.arrive(np.array([row(2, version=0)]))
+        if in_order:
+            with pytest.raises(ValueError, match="too old"):
+                ledger.tick(3, 1)
+        else:
+            tick = ledger.tick(3, 1)
+            assert tick is not None and not tick.claimed and [d.group for d in tick.stale] == [2]
