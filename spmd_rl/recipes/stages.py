@@ -80,11 +80,16 @@ def score(context: Context, batch: Batch) -> Pending:
     """The responses of `batch` as text, with their rows, in the hands of the reward workers."""
     tokenizer = context.engines["tokenizer"]
     return context.engines["reward"].score(
-        prompts=tokenizer.batch_decode([p.tolist() for p in batch["prompt"].rows()], skip_special_tokens=True),
-        responses=tokenizer.batch_decode([r.tolist() for r in batch["response"].rows()], skip_special_tokens=True),
+        prompts=_texts(tokenizer, batch["prompt"]),
+        responses=_texts(tokenizer, batch["response"]),
         rows=[json.loads(row) for row in batch["row"].row_bytes()],
         ids=[tuple(identity) for identity in batch.ids.tolist()],
     )
+
+
+def _texts(tokenizer: Any, tokens: Column) -> list[str]:
+    """One by one: `batch_decode` takes an empty list for one empty sequence."""
+    return [tokenizer.decode(row.tolist(), skip_special_tokens=True) for row in tokens.rows()]
 
 
 @dataclass

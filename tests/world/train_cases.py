@@ -174,7 +174,7 @@ def case_d3(world: World, folder: str) -> dict[str, Any]:
 
 def skipped(world: World, folder: str) -> dict[str, Any]:
     """A step, then an update in which no token counts (masked on rank 0, no sample elsewhere), then a step."""
-    settings = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 1}}
+    settings: dict[str, Any] = {"optimizer": {"lr": 1e-2, "weight_decay": 0.1, "schedule": "linear", "warmup_steps": 1}}
     engine = Engine(config(folder, **settings), world, total_steps=4)
     none = samples().with_columns(
         {"loss_mask": Column(samples()["loss_mask"].values * 0, samples()["loss_mask"].lengths)}
