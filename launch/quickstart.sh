@@ -7,6 +7,7 @@
 # the last checkpoint; where the run has finished it says so, and how to start another one.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+unset PYTHONDONTWRITEBYTECODE # or every process compiles torch anew, which takes seconds
 
 launch/setup.sh
 .venv/bin/python launch/prepare_model.py

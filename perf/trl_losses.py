@@ -1,7 +1,7 @@
 """Our losses beside TRL's own code on the same random ragged batches: the loss and its gradient per token.
 
-TRL runs in its own virtual environment (`perf/trl_env.sh` makes `.venvs/trl`). One JSON object per line and a table;
-`--check` exits with 1 where a difference is above 1e-6.
+TRL comes with the extra [dev] and runs in a process of its own, so that neither is loaded into the other. One JSON
+object per line and a table; `--check` exits with 1 where a difference is above 1e-6.
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from spmd_rl.data.batch import Batch, Column  # noqa: E402
 from spmd_rl.engines.protocol import LossTerms  # noqa: E402
 from spmd_rl.observe.metrics import Metrics  # noqa: E402
 
-TRL_PYTHON = ROOT / ".venvs" / "trl" / "bin" / "python"
 TOLERANCE = 1e-6
 MAX_TOKENS = 40  # of a response; what dr_grpo divides by
 
@@ -101,7 +100,7 @@ def theirs(samples: dict[str, Any]) -> tuple[str, dict[str, dict[str, Tensor]]]:
         given, answer = Path(folder) / "in.pt", Path(folder) / "out.pt"
         torch.save(cases, given)
         script = Path(__file__).with_name("trl_losses_inside.py")
-        subprocess.run([TRL_PYTHON, script, given, answer], check=True, timeout=240)
+        subprocess.run([sys.executable, script, given, answer], check=True, timeout=240)
         answers = torch.load(answer)
     results = {
         name: {"loss": result["loss"], "gradient_R": result["gradient_ST"][mask_ST.bool()]}
@@ -153,9 +152,6 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--check", action="store_true")
     arguments = parser.parse_args()
-    if not TRL_PYTHON.exists():
-        print("TRL's virtual environment is missing: run perf/trl_env.sh first", file=sys.stderr)
-        return 2
     rows = [row for seed in range(arguments.seeds) for row in compare(seed)]
     for row in rows:
         print(json.dumps(row))

@@ -1,5 +1,5 @@
-"""Runs TRL's own loss code on given log-probabilities. For the Python of TRL's virtual environment, called by
-trl_losses.py: `python trl_losses_inside.py INPUT OUTPUT`, both files of torch.save."""
+"""Runs TRL's own loss code on given log-probabilities; called by trl_losses.py as a process of its own:
+`python trl_losses_inside.py INPUT OUTPUT`, both files of torch.save."""
 
 from __future__ import annotations
 

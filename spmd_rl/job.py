@@ -32,20 +32,27 @@ from spmd_rl.graph.runner import Runner
 from spmd_rl.graph.stage import BuildContext, Context
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.recorder import Recorder
+from spmd_rl.recipes.contract import check_contract
 from spmd_rl.recipes.evaluate import RECORDED, evaluate, sample_records
 
 
 def run(config: Config) -> int:
     """Run the whole job on this rank; the exit status."""
-    world = bootstrap(config.comm, config.run.threads)
-    with Liveness(world, config.comm) as watch:
-        with watch.stage("start", 0):
-            declared = load_graph(config.run.graph)(config, world.size)
-            check_world(config, world.size)
-            graph = resolve(declared, world.size)
-        with ExitStack() as opened:
-            Job(config, world, graph, watch, opened).run()
-    shutdown(world)
+    with StopFlag() as stop:  # before anything slow: a queue may take its time back while the ranks still meet
+        world = bootstrap(config.comm, config.run.threads)
+        with Liveness(world, config.comm) as watch:
+            with watch.stage("start", 0):
+                declared = load_graph(config.run.graph)(config, world.size)
+                check_contract(declared)
+                check_world(config, world.size)
+                graph = resolve(declared, world.size)
+            with ExitStack() as opened:
+                try:
+                    Job(config, world, graph, watch, stop, opened).run()
+                except BaseException as error:
+                    watch.fail(error)  # at once: closing the engines may take long, and the others wait
+                    raise
+        shutdown(world)
     return 0
 
 
@@ -55,11 +62,18 @@ class Job:
     opened: closes the engines and the coordinator in the end, also after an error.
     """
 
-    def __init__(self, config: Config, world: World, graph: ResolvedGraph, watch: Liveness, opened: ExitStack) -> None:
-        self.config, self.world, self.watch, self.graph = config, world, watch, graph
+    def __init__(
+        self,
+        config: Config,
+        world: World,
+        graph: ResolvedGraph,
+        watch: Liveness,
+        stop: StopFlag,
+        opened: ExitStack,
+    ) -> None:
+        self.config, self.world, self.watch, self.stop, self.graph = config, world, watch, stop, graph
         self.folder = Path(config.run.folder)
         self.plan = make_plan(graph)
-        self.stop = opened.enter_context(StopFlag())
         with watch.stage("start", 0):
             agree(world, "the configuration or the plan", to_yaml(config).encode() + self.plan.digest)
             self.resumed = resolve_resume(self.folder, config.run.resume, run_identity(config), world.control)
@@ -90,9 +104,10 @@ class Job:
             return
         if self.resumed:
             self._restore(self.resumed)
-        elif config.eval.at_start:
+        stopped = self.stop.agreed(self.world)
+        if config.eval.at_start and not self.resumed and not stopped:
             self._evaluate()
-        first, stopped, evaluated = self.done, False, -1
+        first, evaluated = self.done, -1
         while self.done < steps and not stopped and not self._exhausted():
             self._step(self.done + 1)
             if config.eval.every and self.done % config.eval.every == 0 and self.done < steps:

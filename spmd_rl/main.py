@@ -56,8 +56,10 @@ def dry_run(config: Config, ranks: int) -> str:
     from spmd_rl.graph.describe import describe_graph, describe_plan
     from spmd_rl.graph.graph import load_graph, resolve
     from spmd_rl.graph.plan import make_plan
+    from spmd_rl.recipes.contract import check_contract
 
     declared = load_graph(config.run.graph)(config, ranks)
+    check_contract(declared)
     check_world(config, ranks)
     graph = resolve(declared, ranks)
     sizes = "\n".join(f"  {name}: {value:g}" for name, value in derived_sizes(config, ranks).items())

@@ -1,16 +1,10 @@
-"""Our losses equal those of TRL's own code, in value and gradient, on random ragged batches.
-
-TRL lives in a virtual environment of its own, made by perf/trl_env.sh; without it the test is skipped and says so.
-"""
+"""Our losses equal those of TRL's own code, in value and gradient, on random ragged batches."""
 
 from __future__ import annotations
 
-import pytest
-
-from perf.trl_losses import TOLERANCE, TRL_PYTHON, compare
+from perf.trl_losses import TOLERANCE, compare
 
 
-@pytest.mark.skipif(not TRL_PYTHON.exists(), reason="TRL's virtual environment is missing: perf/trl_env.sh makes it")
 def test_losses_and_gradients_equal_trl() -> None:
     rows = compare(seed=11)
     assert {row["case"] for row in rows} >= {"grpo", "dr_grpo", "dapo", "cispo", "gspo"}

@@ -17,6 +17,7 @@ def run(*arguments: str) -> str:
 
 def test_ruff() -> None:
     assert not run("ruff", "check", "--no-fix", *CHECKED)
+    assert not run("ruff", "format", "--check", *CHECKED)
 
 
 def test_mypy() -> None:

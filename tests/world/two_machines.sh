@@ -9,7 +9,7 @@
 set -euo pipefail
 
 a=spmd-a-$$ b=spmd-b-$$
-# shellcheck disable=SC2317  # the trap calls it
+# shellcheck disable=SC2317,SC2329  # the trap calls it
 cleanup() { ip netns del "$a" 2>/dev/null || true; ip netns del "$b" 2>/dev/null || true; }
 trap cleanup EXIT
 ip netns add "$a"
