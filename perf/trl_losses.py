@@ -119,7 +119,12 @@ def ours(samples: dict[str, Any], settings: dict[str, Any]) -> dict[str, Tensor]
     logprob_R = samples["logprob_R"].clone().requires_grad_()
     cu_seqlens, mask_R = batch["advantage"].offsets, torch.ones(len(logprob_R))
     terms = LossTerms(
-        logprob_R, torch.zeros_like(logprob_R), batch, cu_seqlens, mask_R, local_counts(mask_R, cu_seqlens)
+        logprob_R=logprob_R,
+        entropy_R=torch.zeros_like(logprob_R),
+        batch=batch,
+        cu_seqlens=cu_seqlens,
+        mask_R=mask_R,
+        normalizers=local_counts(mask_R, cu_seqlens),
     )
     loss = policy_loss(AlgorithmConfig(**settings), updates_per_step=2, max_tokens=MAX_TOKENS)(terms, Metrics())
     return {"loss": loss.detach(), "gradient_R": torch.autograd.grad(loss, logprob_R)[0]}

@@ -33,12 +33,12 @@ def make_terms(
     cu_seqlens = offsets_of(next(iter(batch.columns.values())).lengths)
     mask_R = torch.ones(logprob_R.shape[0]) if mask_R is None else mask_R
     return LossTerms(
-        logprob_R,
-        torch.zeros_like(logprob_R) if entropy_R is None else entropy_R,
-        batch,
-        cu_seqlens,
-        mask_R,
-        local_counts(mask_R, cu_seqlens) if normalizers is None else normalizers,
+        logprob_R=logprob_R,
+        entropy_R=torch.zeros_like(logprob_R) if entropy_R is None else entropy_R,
+        batch=batch,
+        cu_seqlens=cu_seqlens,
+        mask_R=mask_R,
+        normalizers=local_counts(mask_R, cu_seqlens) if normalizers is None else normalizers,
     )
 
 

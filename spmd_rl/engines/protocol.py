@@ -71,24 +71,38 @@ class RolloutEngine(Protocol):
     def close(self) -> None: ...
 
 
-@dataclass(frozen=True)
-class LossTerms:
-    """What a loss function sees of one micro-batch, R response tokens of S samples, flat and in batch order.
+@dataclass(frozen=True, kw_only=True)
+class Terms:
+    """What any loss function sees of one micro-batch, R response tokens of S samples, flat and in batch order.
 
-    logprob_R, entropy_R: under the current policy, with gradient; batch: all columns of these samples;
-    cu_seqlens: int64 [S + 1]; mask_R: float32, 1 where the token counts; normalizers: counts over *all* ranks and
-    micro-batches of the optimizer step (`tokens`, `sequences`), so that the sum of all micro-batch losses is the loss.
+    batch: all columns of these samples; cu_seqlens: int64 [S + 1]; mask_R: float32, 1 where the token counts;
+    normalizers: counts over *all* ranks and micro-batches of the optimizer step (`tokens`, `sequences`), so that the
+    sum of all micro-batch losses is the loss.
     """
 
-    logprob_R: Tensor
-    entropy_R: Tensor
     batch: Batch
     cu_seqlens: Tensor
     mask_R: Tensor
     normalizers: Mapping[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, kw_only=True)
+class LossTerms(Terms):
+    """Of a policy. logprob_R, entropy_R: float32, under the current policy, with gradient."""
+
+    logprob_R: Tensor
+    entropy_R: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class ValueTerms(Terms):
+    """Of a critic. value_R: float32, before each token, with gradient."""
+
+    value_R: Tensor
+
+
 LossFunction = Callable[[LossTerms, Metrics], Tensor]
+ValueLossFunction = Callable[[ValueTerms, Metrics], Tensor]
 
 
 class TrainEngine(Protocol):

@@ -57,7 +57,7 @@ class Engine(TrainEngine):
         super()._step(metrics)
 
     def weights(self) -> dict[str, Tensor]:
-        drop_gathered(self._policy)  # else these would be the gathered ones, in the compute dtype
+        drop_gathered(self._network)  # else these would be the gathered ones, in the compute dtype
         return {name: full(p.detach()).clone() for name, p in self._model.named_parameters()}
 
 

@@ -1,15 +1,15 @@
-"""The train engine: packed forward and backward passes, optimizer steps, weights and state of one sharded model."""
+"""Engines around one sharded model: packed forward and backward passes, optimizer steps, weights and state."""
 
 from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
     get_model_state_dict,
     get_optimizer_state_dict,
@@ -21,9 +21,9 @@ from torch.distributed.tensor import DTensor
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
-from spmd_rl.config.schema import Config
+from spmd_rl.config.schema import Config, OptimizerConfig
 from spmd_rl.data.batch import Batch, Column
-from spmd_rl.engines.protocol import LossFunction, LossTerms
+from spmd_rl.engines.protocol import LossTerms, Terms
 from spmd_rl.engines.train.attention import PackedTree
 from spmd_rl.engines.train.fsdp import (
     accumulating,
@@ -34,7 +34,7 @@ from spmd_rl.engines.train.fsdp import (
 )
 from spmd_rl.engines.train.host import reuse_freed_memory
 from spmd_rl.engines.train.microbatch import microbatches
-from spmd_rl.engines.train.model import PolicyModel, load_model
+from spmd_rl.engines.train.model import PackedModel, PolicyModel, load_model
 from spmd_rl.engines.train.optimizer import build_optimizer
 from spmd_rl.engines.train.packing import Packed, pack
 from spmd_rl.observe.metrics import Metrics
@@ -42,71 +42,92 @@ from spmd_rl.observe.metrics import Metrics
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-class TrainEngine:
-    """A causal language model sharded over `mesh` (one axis, `dp`). See `engines.protocol.TrainEngine`.
+TermsT = TypeVar("TermsT", bound=Terms)
 
-    trainable: false for a model that is only evaluated (a reference): no gradients, no optimizer, weights stored in
-    the compute dtype. total_steps: optimizer steps of the whole run, for the learning-rate schedule.
-    Raises UserError for a model folder that cannot be used. Every method is collective over the mesh.
+
+class Labels(NamedTuple):
+    """What an engine's numbers are called in metrics and messages."""
+
+    loss: str = "loss/total"
+    tokens: str = "tokens/trained"
+    skipped: str = "train/skipped_updates"
+    norm: str = "grad_norm"
+    lr: str = "lr"
+    step: str = "optimizer step"
+
+
+class ModelEngine(Generic[TermsT]):
+    """A model sharded over `mesh` (one axis, `dp`); what its outputs mean is the subclass's.
+
+    network: packed tokens in, one or more float32 [R] out; model: its part that is trained and saved, by whose names.
+    optimizer: None for a model that is only evaluated: no gradients, no state. total_steps: optimizer steps of the
+    whole run, for the learning-rate schedule. Every method is collective over the mesh.
     """
 
+    labels: ClassVar[Labels] = Labels()
+
     def __init__(
-        self, config: Config, world: World, mesh: DeviceMesh, total_steps: int, trainable: bool = True
+        self,
+        config: Config,
+        world: World,
+        mesh: DeviceMesh,
+        network: PackedModel,
+        model: nn.Module,
+        optimizer: OptimizerConfig | None,
+        total_steps: int,
     ) -> None:
         self.version = self.skipped = 0
-        self._config, self._device, self._trainable = config, world.device, trainable
+        self._config, self._device, self._settings = config, world.device, optimizer
         if mesh.ndim != 1:
             raise UserError(f"the trainer shards over one mesh axis (dp), not over {mesh.mesh_dim_names}")
         self._group = mesh.get_group()
         self._keep = config.train.shard == "keep"
-        self._compute_dtype = _dtype("model.compute_dtype", config.model.compute_dtype)
-        self._rollout_dtype = _dtype("rollout.dtype", config.rollout.dtype)
+        self._compute_dtype = compute_dtype(config)
         if self._device.type == "cpu":
             reuse_freed_memory()
-        stored = torch.float32 if trainable else self._compute_dtype
-        model = load_model(config.model.path, stored, verify=trainable)
-        model.requires_grad_(trainable)
-        # Greedy sampling has no temperature to divide by; its policy is read at 1.
-        self._policy = PolicyModel(model, config.rollout.temperature or 1.0, config.model.logprob_chunk)
-        if config.model.activation_checkpointing and trainable:
-            recompute_layers(self._policy)
-        shard(self._policy, mesh, self._compute_dtype, self._keep)
-        self._model = model
-        if trainable:
-            optimizer = config.train.optimizer
+        network.requires_grad_(optimizer is not None)
+        self._network, self._model = network, model
+        if config.model.activation_checkpointing and optimizer is not None:
+            recompute_layers(network)
+        shard(network, mesh, self._compute_dtype, self._keep)
+        if optimizer is not None:
             self._optimizer, self._schedule = build_optimizer(model.parameters(), optimizer, total_steps)
 
+    def _terms(self, outputs: tuple[Tensor, ...], common: Terms) -> TermsT:
+        """What the loss function sees of one micro-batch."""
+        raise NotImplementedError
+
     @torch.no_grad()
-    def logprobs(self, batch: Batch) -> Tensor:
-        """float32 [R] on the CPU, in batch order: log-probabilities of all response tokens, without gradient."""
+    def _evaluate(self, batch: Batch) -> Tensor:
+        """float32 [R] on the CPU, in batch order: the network's first output for all response tokens."""
         parts, count = self._microbatches(batch, _counts(0, 0))[:2]
         rows: list[Tensor] = [torch.empty(0)] * len(batch)
         for index_K in [*parts, *[torch.empty(0, dtype=torch.int64)] * (count - len(parts))]:
             part = batch.select(index_K)
-            logprob_R, _ = self._forward(pack(part, self._config.model.prefix_sharing))
+            output_R = self._forward(pack(part, self._config.model.prefix_sharing))[0]
             if len(part):
-                split = logprob_R.cpu().split(part["response"].lengths.tolist())
+                split = output_R.cpu().split(part["response"].lengths.tolist())
                 for sample, row in zip(index_K.tolist(), split, strict=True):
                     rows[sample] = row
         if not self._keep:
-            drop_gathered(self._policy)
+            drop_gathered(self._network)
         return torch.cat(rows) if rows else torch.empty(0)
 
-    def update(self, batch: Batch, loss: LossFunction, metrics: Metrics) -> None:
+    def update(self, batch: Batch, loss: Callable[[TermsT, Metrics], Tensor], metrics: Metrics) -> None:
         """One optimizer step. `loss` sees every micro-batch of this rank; the sum over all ranks is minimised.
 
         Where no token counts on any rank the step is skipped: weights, moments and their decay stay as they are. It
         still counts in `version` and in the learning-rate schedule, which follow the updates that were due, so that
         neither depends on the rewards; `skipped` says how many there were.
-        Adds `loss/total`, `grad_norm`, `lr`, `tokens/trained`, `train/skipped_updates`. Raises FloatingPointError
-        where the gradient is not finite; the weights are then as before.
+        Adds `loss/total`, `grad_norm`, `lr`, `tokens/trained`, `train/skipped_updates`, or what `labels` calls them.
+        Raises FloatingPointError where the gradient is not finite; the weights are then as before.
         """
-        if not self._trainable:
-            raise RuntimeError("this engine was made with trainable=False")
+        if self._settings is None:
+            raise RuntimeError("this engine was made without an optimizer")
         mask_R = _mask(batch)
         parts, count, (tokens, sequences) = self._microbatches(batch, _counted(batch, mask_R))
         one_rank = dist.get_rank(self._group) == 0  # all know it; it is counted once
-        metrics.sum("train/skipped_updates", float(one_rank and not tokens))
+        metrics.sum(self.labels.skipped, float(one_rank and not tokens))
         if not tokens:
             self._skip(metrics)
             return
@@ -115,33 +136,20 @@ class TrainEngine:
         total = 0.0
         for i in range(count):
             part = batch.select(parts[i]) if i < len(parts) else Batch.empty()
-            with accumulating(self._policy, last=i == count - 1, keep=self._keep):
+            with accumulating(self._network, last=i == count - 1, keep=self._keep):
                 total += self._backward(part, loss, normalizers, metrics)
         self._step(metrics)
         ranks = dist.get_world_size(self._group)
-        metrics.mean("loss/total", total, 1.0 / ranks)  # sums over ranks, averages over the updates of a round
-
-    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """(Hugging Face name, full tensor of the rollout dtype), one after the other; a tied weight once.
-
-        All ranks must draw all of them. With `train.shard=keep` the gathered parameters stay for the next pass.
-        """
-        if self._rollout_dtype == self._compute_dtype or self._compute_dtype == torch.float32:
-            for name, tensor in gathered_parameters(self._policy, self._keep):
-                yield name, tensor.to(self._rollout_dtype, copy=True)
-        else:  # the rollout wants more digits than the compute dtype has: from the masters
-            drop_gathered(self._policy)
-            for name, parameter in self._model.named_parameters():
-                yield name, _full(parameter.detach().to(self._rollout_dtype))
+        metrics.mean(self.labels.loss, total, 1.0 / ranks)  # sums over ranks, averages over the updates of a round
 
     def state_dict(self) -> dict[str, Any]:
         """For torch.distributed.checkpoint: sharded tensors that load on any number of ranks. Shares their memory.
 
         Empty for a model that is not trained: it is what lies in its folder.
         """
-        if not self._trainable:
+        if self._settings is None:
             return {}
-        drop_gathered(self._policy)
+        drop_gathered(self._network)
         return {
             "model": get_model_state_dict(self._model),
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
@@ -152,9 +160,9 @@ class TrainEngine:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave and a checkpoint filled."""
-        if not self._trainable:
+        if self._settings is None:
             return
-        drop_gathered(self._policy)
+        drop_gathered(self._network)
         set_model_state_dict(self._model, state["model"])
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
@@ -171,44 +179,48 @@ class TrainEngine:
         tokens, sequences = table[:, 1:].sum(0).tolist()
         return parts, max(int(table[:, 0].max()), 1), (tokens, sequences)
 
-    def _forward(self, packed: Packed) -> tuple[Tensor, Tensor]:
-        return self._policy(packed, PackedTree(packed.nodes, self._device))
+    def _forward(self, packed: Packed) -> tuple[Tensor, ...]:
+        return self._network(packed, PackedTree(packed.nodes, self._device))
 
-    def _backward(self, part: Batch, loss: LossFunction, normalizers: dict[str, float], metrics: Metrics) -> float:
+    def _backward(
+        self,
+        part: Batch,
+        loss: Callable[[TermsT, Metrics], Tensor],
+        normalizers: dict[str, float],
+        metrics: Metrics,
+    ) -> float:
         """Adds the micro-batch's gradients; its loss. An empty one is computed too: its ranks' peers wait for it."""
         packed = pack(part, self._config.model.prefix_sharing)
-        metrics.sum("tokens/trained", packed.tokens)
-        logprob_R, entropy_R = self._forward(packed)
-        nothing = (logprob_R[:0].sum() + entropy_R[:0].sum()) if packed.tokens else logprob_R.sum()
-        value = nothing
+        metrics.sum(self.labels.tokens, packed.tokens)
+        outputs = self._forward(packed)
+        value = nothing = torch.stack([output_R[:0].sum() for output_R in outputs]).sum()
         if len(part):
             moved = _to(part, self._device)
-            terms = LossTerms(
-                logprob_R=logprob_R,
-                entropy_R=entropy_R,
+            common = Terms(
                 batch=moved,
                 cu_seqlens=part["response"].offsets.to(self._device),
                 mask_R=moved["loss_mask"].values,
                 normalizers=normalizers,
             )
-            value = loss(terms, metrics) + nothing
+            value = loss(self._terms(outputs, common), metrics) + nothing
         value.backward()
         return float(value.detach())
 
     def _step(self, metrics: Metrics) -> None:
-        settings = self._config.train.optimizer
-        drop_gathered(self._policy)  # they are out of date after this
+        assert self._settings is not None
+        drop_gathered(self._network)  # they are out of date after this
         gradients = [p.grad for p in self._model.parameters() if p.grad is not None]
         norm = self._global_norm(gradients)
         if not math.isfinite(norm):
             self._optimizer.zero_grad()
             raise FloatingPointError(
-                f"optimizer step {self.version + 1}: the gradient norm is {norm}; the weights were not changed"
+                f"{self.labels.step} {self.version + 1}: the gradient norm is {norm}; the weights were not changed"
             )
-        if settings.grad_clip > 0 and norm > settings.grad_clip:
-            torch._foreach_mul_([_local(g) for g in gradients], settings.grad_clip / norm)
-        metrics.set("grad_norm", norm)
-        metrics.set("lr", self._schedule.get_last_lr()[0])
+        limit = self._settings.grad_clip
+        if 0 < limit < norm:
+            torch._foreach_mul_([_local(g) for g in gradients], limit / norm)
+        metrics.set(self.labels.norm, norm)
+        metrics.set(self.labels.lr, self._schedule.get_last_lr()[0])
         self._optimizer.step()
         self._schedule.step()
         self._optimizer.zero_grad()
@@ -216,9 +228,9 @@ class TrainEngine:
 
     def _skip(self, metrics: Metrics) -> None:
         """An update without a token: there is no loss, and a gradient of 0 would still move the weights (moments)."""
-        metrics.mean("loss/total", 0.0, 1.0 / dist.get_world_size(self._group))
-        metrics.set("grad_norm", 0.0)
-        metrics.set("lr", self._schedule.get_last_lr()[0])
+        metrics.mean(self.labels.loss, 0.0, 1.0 / dist.get_world_size(self._group))
+        metrics.set(self.labels.norm, 0.0)
+        metrics.set(self.labels.lr, self._schedule.get_last_lr()[0])
         with warnings.catch_warnings():  # of a schedule that goes on without its optimizer: it is meant to
             warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
             self._schedule.step()
@@ -231,6 +243,50 @@ class TrainEngine:
         squares = torch.stack(norms).double().square().sum().reshape(1)
         dist.all_reduce(squares, group=self._group)
         return math.sqrt(value) if (value := float(squares)) >= 0 else value
+
+
+class TrainEngine(ModelEngine[LossTerms]):
+    """A causal language model. See `engines.protocol.TrainEngine`.
+
+    trainable: false for a model that is only evaluated (a reference): its weights are stored in the compute dtype.
+    Raises UserError for a model folder that cannot be used.
+    """
+
+    def __init__(
+        self, config: Config, world: World, mesh: DeviceMesh, total_steps: int, trainable: bool = True
+    ) -> None:
+        self._rollout_dtype = _dtype("rollout.dtype", config.rollout.dtype)
+        model = load_model(config.model.path, torch.float32 if trainable else compute_dtype(config), verify=trainable)
+        # Greedy sampling has no temperature to divide by; its policy is read at 1.
+        network = PolicyModel(model, config.rollout.temperature or 1.0, config.model.logprob_chunk)
+        optimizer = config.train.optimizer if trainable else None
+        super().__init__(config, world, mesh, network, model, optimizer, total_steps)
+
+    def logprobs(self, batch: Batch) -> Tensor:
+        """float32 [R] on the CPU, in batch order: log-probabilities of all response tokens, without gradient."""
+        return self._evaluate(batch)
+
+    def _terms(self, outputs: tuple[Tensor, ...], common: Terms) -> LossTerms:
+        logprob_R, entropy_R = outputs
+        return LossTerms(logprob_R=logprob_R, entropy_R=entropy_R, **vars(common))
+
+    def named_weights(self) -> Iterator[tuple[str, Tensor]]:
+        """(Hugging Face name, full tensor of the rollout dtype), one after the other; a tied weight once.
+
+        All ranks must draw all of them. With `train.shard=keep` the gathered parameters stay for the next pass.
+        """
+        if self._rollout_dtype == self._compute_dtype or self._compute_dtype == torch.float32:
+            for name, tensor in gathered_parameters(self._network, self._keep):
+                yield name, tensor.to(self._rollout_dtype, copy=True)
+        else:  # the rollout wants more digits than the compute dtype has: from the masters
+            drop_gathered(self._network)
+            for name, parameter in self._model.named_parameters():
+                yield name, _full(parameter.detach().to(self._rollout_dtype))
+
+
+def compute_dtype(config: Config) -> torch.dtype:
+    """Of the matrix products. Raises UserError for an unknown name."""
+    return _dtype("model.compute_dtype", config.model.compute_dtype)
 
 
 def _dtype(key: str, name: str) -> torch.dtype:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,24 @@ from spmd_rl.engines.train.packing import Packed, pack
 PROBE_TOLERANCE = 1e-3  # nats; float32 rounding stays below 1e-4, a wrong mask or position far above
 
 
-class PolicyModel(nn.Module):
+class PackedModel(nn.Module):
+    """A network around a transformer `model` that is computed on packed tokens: `forward(packed, tree)` -> tensors [R].
+
+    Where the model is sharded, this is the root module, whose forward call gathers what lies outside of the layers.
+    """
+
+    model: PreTrainedModel
+
+    def full_precision(self) -> Iterator[nn.Module]:
+        """Modules that compute in float32 whatever the compute dtype is."""
+        return iter(())
+
+
+class PolicyModel(PackedModel):
     """Wraps a causal language model: packed tokens in, log-probabilities and entropies of the response tokens out.
 
     The model's own head is not called: its weight goes into the chunked log-probability, so that no
-    [tokens, vocabulary] tensor is made. Where the model is sharded, this is the root module, whose forward call
-    gathers the embedding and the head.
+    [tokens, vocabulary] tensor is made.
     """
 
     def __init__(self, model: PreTrainedModel, temperature: float, chunk: int) -> None:
