@@ -7,7 +7,8 @@ import contextlib
 import os
 import socket
 import sys
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any, NoReturn
 
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from spmd_rl.comm.address import interfaces
 from spmd_rl.comm.meeting import Meeting, meet
 from spmd_rl.comm.placement import Placement, detect
+from spmd_rl.comm.roles import check_roles, gloo_group
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import CommConfig
@@ -32,26 +34,44 @@ def bootstrap(comm: CommConfig, threads: int = 0) -> World:
     Raises UserError (one line) for an impossible backend, contradictory launcher variables, or ranks that have not
     come within `comm.init_timeout_s`, naming them.
     """
+    job, _ = bootstrap_roles(comm, threads, {})
+    return job
+
+
+def bootstrap_roles(comm: CommConfig, threads: int, roles: Mapping[str, Sequence[int]]) -> tuple[World, World]:
+    """The world of the job, and that of this rank's role; see `bootstrap` and `roles.py`. `shutdown` the job's.
+
+    roles: name → its ranks of the job, in the order in which the role numbers them; every rank has one. No roles: both
+    worlds are the same. Else the default process group is the role's, and the job's `control` (and `data`, which is
+    the same group) takes only collectives without a root.
+    """
     backend = _backend(comm.backend)
     placement = detect(os.environ)
+    role, ranks = "", tuple(range(placement.size))
+    if roles:
+        check_roles(roles, placement.size)
+        role, ranks = next((name, tuple(of)) for name, of in roles.items() if placement.rank in of)
     meeting = meet(placement, comm.init_timeout_s)
     _export(placement, meeting)
     timeout = timedelta(seconds=comm.timeout_s)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("default", meeting.store),
-        rank=placement.rank,
-        world_size=placement.size,
+        store=dist.PrefixStore(f"default/{role}", meeting.store),
+        rank=ranks.index(placement.rank),
+        world_size=len(ranks),
         timeout=timeout,
     )
     data = dist.group.WORLD
     assert data is not None  # just made
     control = dist.new_group(backend="gloo", timeout=timeout)
-    local = _locate(placement, control)
+    everyone = control
+    if roles:
+        everyone = gloo_group(dist.PrefixStore("job", meeting.store), placement.rank, placement.size, timeout)
+    local = _locate(placement, everyone)
     os.environ["LOCAL_RANK"], os.environ["LOCAL_WORLD_SIZE"] = str(local.rank), str(local.size)
     device = _device(local, placement)
     torch.set_num_threads(threads if threads > 0 else local.fair_threads)
-    return World(
+    job = World(
         rank=placement.rank,
         size=placement.size,
         local_rank=local.rank,
@@ -61,10 +81,22 @@ def bootstrap(comm: CommConfig, threads: int = 0) -> World:
         device=device,
         source=placement.source,
         timeout_s=comm.timeout_s,
-        data=data,
-        control=control,
+        data=everyone if roles else data,
+        control=everyone,
         address=meeting.address,
     )
+    if not roles:
+        return job, job
+    mine = replace(
+        job,
+        rank=ranks.index(placement.rank),
+        size=len(ranks),
+        data=data,
+        control=control,
+        role=role,
+        job_ranks=ranks,
+    )
+    return job, mine
 
 
 def shutdown(world: World) -> None:
@@ -98,7 +130,7 @@ def describe(world: World) -> str:
     ranks = f"{world.size} rank" + "s" * (world.size != 1)
     nodes = f"{world.nodes} node" + "s" * (world.nodes != 1)
     threads = f"{torch.get_num_threads()} thread" + "s" * (torch.get_num_threads() != 1)
-    backend = dist.get_backend(world.data)
+    backend = dist.get_backend()
     return f"{ranks} on {nodes}, started by {world.source}; {world.device.type} ({backend}), {threads} per rank"
 
 

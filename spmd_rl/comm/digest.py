@@ -33,11 +33,15 @@ def agree(where: World | ProcessGroup, name: str, value: bytes | str) -> None:
     dist.all_reduce(ends, op=dist.ReduceOp.MAX, group=group)
     if ends[0] == -ends[2] and ends[1] == -ends[3]:
         return
-    raise Disagreement(_who_differs(group, name, digest.hex()[:12]))
+    ranks = (
+        [where.job_rank(rank) for rank in range(where.size)]
+        if isinstance(where, World)
+        else dist.get_process_group_ranks(group)
+    )
+    raise Disagreement(_who_differs(group, ranks, name, digest.hex()[:12]))
 
 
-def _who_differs(group: ProcessGroup, name: str, short: str) -> str:
-    ranks = dist.get_process_group_ranks(group)
+def _who_differs(group: ProcessGroup, ranks: list[int], name: str, short: str) -> str:
     values: list[str] = [""] * len(ranks)
     dist.all_gather_object(values, short, group=group)
     common, votes = Counter(values).most_common(1)[0]

@@ -44,10 +44,11 @@ class MpiTransport:
         if world.device.type != "cpu":
             raise UserError(f"comm.transport: mpi carries host memory, the ranks use {world.device.type}; choose torch")
         there = (MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
-        if there != (world.rank, world.size):
+        here = (world.job_rank(), there[1] if world.role else world.size)
+        if there != here:
             raise UserError(
-                f"comm.transport: mpi sees rank {there[0]} of {there[1]}, but this is rank {world.rank} of "
-                f"{world.size}; start the ranks with mpirun or srun"
+                f"comm.transport: mpi sees rank {there[0]} of {there[1]}, but this is rank {here[0]} of "
+                f"{here[1]}; start the ranks with mpirun or srun"
             )
         if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
             raise UserError("comm.transport: mpi needs an MPI library with MPI_THREAD_MULTIPLE")
@@ -61,20 +62,23 @@ class MpiTransport:
         self._opened += 1
         if self._world.rank not in ranks:
             return None
-        group = self._mpi.COMM_WORLD.Get_group().Incl(ranks)
+        group = self._mpi.COMM_WORLD.Get_group().Incl([*map(self._world.job_rank, ranks)])
         comm = self._mpi.COMM_WORLD.Create_group(group, tag=self._opened)
-        return MpiChannel(self._mpi, comm, tuple(ranks), self._world.rank, self._timeout_s, self._opened)
+        return MpiChannel(self._mpi, comm, tuple(ranks), self._world, self._timeout_s, self._opened)
 
 
 class MpiChannel:
-    def __init__(self, mpi: Any, comm: Any, ranks: tuple[int, ...], rank: int, timeout_s: float, number: int) -> None:
+    def __init__(
+        self, mpi: Any, comm: Any, ranks: tuple[int, ...], world: World, timeout_s: float, number: int
+    ) -> None:
         self.ranks = ranks
-        self.rank = rank
+        self.rank = world.rank
+        self._name, self._me = world.job_rank, world.job_rank()  # what messages call a rank
         self._mpi = mpi
         self._comm = comm
         self._timeout_s = timeout_s
         self._unit = mpi.BYTE.Create_contiguous(UNIT).Commit()
-        self._roll = RollCall(f"mpi/{number}", ranks, rank)
+        self._roll = RollCall(f"mpi/{world.role}/{number}", [*map(world.job_rank, ranks)], world.job_rank())
         self._calls = 0
         self._scratch = Scratch(torch.device("cpu"))
         self._abandoned: list[Any] = []  # unfinished requests with their memory, which MPI may still write to
@@ -121,13 +125,13 @@ class MpiChannel:
         for rank in ranks:
             place = self.ranks.index(rank)
             begin = functools.partial(self._comm.Isend, buffer, place)
-            self._finish(f"send to rank {rank}", begin, buffer, payload=data.numel())
+            self._finish(f"send to rank {self._name(rank)}", begin, buffer, payload=data.numel())
 
     def receive(self, data: Tensor, rank: int) -> None:
         count, _ = self.counts(np.array([data.numel()]))
         buffer, place = [data.numpy(), int(count[0]), self._unit], self.ranks.index(rank)
         begin = functools.partial(self._comm.Irecv, buffer, place)
-        self._finish(f"receive from rank {rank}", begin, buffer, payload=data.numel())
+        self._finish(f"receive from rank {self._name(rank)}", begin, buffer, payload=data.numel())
 
     @staticmethod
     def counts(sizes: Int64) -> tuple[Int64, Int64]:
@@ -145,7 +149,7 @@ class MpiChannel:
         try:
             return begin()
         except self._mpi.Exception as error:
-            raise TransportError(f"{what} failed on rank {self.rank}: {error}{self._roll.say(self._calls)}") from None
+            raise TransportError(f"{what} failed on rank {self._me}: {error}{self._roll.say(self._calls)}") from None
 
     def complete(self, what: str, request: Any, memory: Any, payload: int = 0) -> None:
         """Test a request until it is complete. memory: what it uses; payload: bytes that it moves, if they are many."""
@@ -161,16 +165,14 @@ class MpiChannel:
                 if waited > self._timeout_s:
                     self._abandoned.append((request, memory))
                     absent = self._roll.say(self._calls)
-                    raise TransportError(
-                        f"{what} not complete within {self._timeout_s:g} s on rank {self.rank}{absent}"
-                    )
+                    raise TransportError(f"{what} not complete within {self._timeout_s:g} s on rank {self._me}{absent}")
                 if waited < eager_s:
                     os.sched_yield()
                 else:
                     pause = min(_LONGEST_PAUSE_S, 1.25 * pause + 2e-6)
                     time.sleep(pause)
         except self._mpi.Exception as error:
-            raise TransportError(f"{what} failed on rank {self.rank}: {error}{self._roll.say(self._calls)}") from None
+            raise TransportError(f"{what} failed on rank {self._me}: {error}{self._roll.say(self._calls)}") from None
 
 
 class MpiFlight:

@@ -40,9 +40,7 @@ class TorchTransport:
             payload = dist.new_group(ranks, timeout=self.timeout, backend="nccl")
         if self.world.rank not in ranks:
             return None
-        return TorchChannel(
-            tuple(ranks), self.world.rank, control, payload, self.timeout, self._opened, self.world.device
-        )
+        return TorchChannel(tuple(ranks), self.world, control, payload, self.timeout, self._opened)
 
 
 class TorchChannel:
@@ -51,21 +49,21 @@ class TorchChannel:
     def __init__(
         self,
         ranks: tuple[int, ...],
-        rank: int,
+        world: World,
         control: ProcessGroup,
         payload: ProcessGroup,
         timeout: timedelta,
         number: int,
-        device: torch.device,
     ) -> None:
         self.ranks = ranks
-        self.rank = rank
+        self.rank = world.rank
+        self._name, self._me = world.job_rank, world.job_rank()  # what messages call a rank
         self.control = control
         self.payload = payload
         self.timeout = timeout
-        self._roll = RollCall(f"torch/{number}", ranks, rank)
+        self._roll = RollCall(f"torch/{world.role}/{number}", [*map(world.job_rank, ranks)], world.job_rank())
         self._calls = 0
-        self._scratch = Scratch(device)
+        self._scratch = Scratch(world.device)
 
     def all_gather(self, words_K: Int64) -> Int64:
         return self._gather_equal(torch.from_numpy(words_K)).numpy().reshape(len(self.ranks), -1)
@@ -133,7 +131,9 @@ class TorchChannel:
         self._point_to_point(lambda: [dist.isend(data, rank, group=self.payload) for rank in ranks], "send")
 
     def receive(self, data: Tensor, rank: int) -> None:
-        self._point_to_point(lambda: [dist.irecv(data, rank, group=self.payload)], f"receive from rank {rank}")
+        self._point_to_point(
+            lambda: [dist.irecv(data, rank, group=self.payload)], f"receive from rank {self._name(rank)}"
+        )
 
     def _point_to_point(self, begin: Callable[[], list[dist.Work | None]], what: str) -> None:
         with self.named(what):
@@ -150,7 +150,7 @@ class TorchChannel:
         except RuntimeError as error:
             reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             absent = self._roll.say(self._calls)
-            raise TransportError(f"{what} failed on rank {self.rank}: {reason}{absent}") from None
+            raise TransportError(f"{what} failed on rank {self._me}: {reason}{absent}") from None
 
 
 class TorchFlight:

@@ -70,12 +70,14 @@ def run_world(
     args: Mapping[str, Any] | Sequence[str] = (),
     env: Mapping[str, str] | None = None,
     options: Sequence[str] = (),
+    roles: Mapping[str, Sequence[int]] | None = None,
 ) -> WorldResult:
     """Run `target` on `ranks` ranks.
 
     target: a module-level function or "module:function", called as `function(world, **args)` with a bootstrapped
     `World` and returning something that JSON can carry; or the path of a script, run as `__main__` with the
     command line `args` (nothing is bootstrapped for it, `ranks` of the result stays None).
+    roles: name → ranks; the function is then called with the `World` of the job and that of the rank's role.
     launcher: torchrun | mpirun | single, or a command that starts the ranks and to which the interpreter and the
     runner's arguments are appended (["srun", "-n4"]); options: further arguments of the launcher. `env` is added to the
     environment (OMP_NUM_THREADS=1). Never raises for a failing world: see `WorldResult.check`.
@@ -91,7 +93,12 @@ def run_world(
     }
     with tempfile.TemporaryDirectory(prefix="world-") as name:
         folder = Path(name)
-        command = [*launch_command(launcher, ranks, options), str(RUNNER), str(folder), *_task(target, args, timeout_s)]
+        command = [
+            *launch_command(launcher, ranks, options),
+            str(RUNNER),
+            str(folder),
+            *_task(target, args, timeout_s, roles),
+        ]
         begin = time.monotonic()
         with (folder / "stdout").open("wb") as out, (folder / "stderr").open("wb") as err:
             process = subprocess.Popen(
@@ -190,7 +197,10 @@ def kill_marked(mark: str) -> None:
 
 
 def _task(
-    target: str | Path | Callable[..., Any], args: Mapping[str, Any] | Sequence[str], timeout_s: float
+    target: str | Path | Callable[..., Any],
+    args: Mapping[str, Any] | Sequence[str],
+    timeout_s: float,
+    roles: Mapping[str, Sequence[int]] | None,
 ) -> list[str]:
     if callable(target):
         target = f"{target.__module__}:{target.__qualname__}"
@@ -200,7 +210,11 @@ def _task(
         keywords = args if isinstance(args, Mapping) else {}
         if args and not keywords:
             raise TypeError("arguments of a function are a mapping of names to values")
-        return ["function", name, json.dumps({"args": dict(keywords), "timeout_s": timeout_s})]
+        return [
+            "function",
+            name,
+            json.dumps({"args": dict(keywords), "timeout_s": timeout_s, "roles": dict(roles or {})}),
+        ]
     if isinstance(args, Mapping):
         raise TypeError("arguments of a script are a sequence of strings")
     return ["script", str((ROOT / name).resolve()), *map(str, args)]

@@ -1,6 +1,6 @@
 """What harness.py starts on every rank: a function with a bootstrapped `World`, or a script as `__main__`.
 
-usage: runner.py FOLDER function MODULE:FUNCTION '{"args": {...}, "timeout_s": 60}'
+usage: runner.py FOLDER function MODULE:FUNCTION '{"args": {...}, "timeout_s": 60, "roles": {}}'
        runner.py FOLDER script PATH [ARGUMENT...]
 
 SIGQUIT makes the rank write its Python stacks to FOLDER/<pid>.stacks, in C, even while a collective holds it.
@@ -34,25 +34,25 @@ def main() -> None:
 
 
 def run_function(folder: Path, target: str, task: dict[str, Any]) -> None:
-    from spmd_rl.comm.bootstrap import bootstrap, leave, shutdown
+    from spmd_rl.comm.bootstrap import bootstrap_roles, leave, shutdown
     from spmd_rl.config.schema import CommConfig
 
     sys.path.pop(0)  # this folder: its files are imported as tests.world.*, if at all
     limit_s = float(task["timeout_s"])
-    world = bootstrap(CommConfig(timeout_s=limit_s, init_timeout_s=limit_s), threads=1)
+    job, mine = bootstrap_roles(CommConfig(timeout_s=limit_s, init_timeout_s=limit_s), 1, task["roles"])
     result: dict[str, Any] = {}
     try:
         module, _, name = target.partition(":")
         function: Any = reduce(getattr, name.split("."), importlib.import_module(module))
-        result["value"] = function(world, **task["args"])
+        result["value"] = function(*([job, mine] if task["roles"] else [job]), **task["args"])
     except BaseException:
         result["error"] = traceback.format_exc()
         raise
     finally:
-        partial = folder / f"rank-{world.rank}.part"
+        partial = folder / f"rank-{job.rank}.part"
         partial.write_text(json.dumps(result))
-        partial.rename(folder / f"rank-{world.rank}.json")
-    shutdown(world)
+        partial.rename(folder / f"rank-{job.rank}.json")
+    shutdown(job)
     leave(0)
 
 
