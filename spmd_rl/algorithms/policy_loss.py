@@ -108,6 +108,12 @@ class PolicyLoss:
         self._report(tokens, token_loss, terms, counted["tokens"], metrics)
         return loss
 
+    def rescale(self, tokens: float, sequences: float) -> float:
+        """What to multiply gradients by that were made with normalizers of 1, in a step with these counts."""
+        mode, constant = self.algorithm.aggregation, self.constant
+        one = units(mode, {"tokens": 1.0, "sequences": 1.0}, constant)
+        return one / units(mode, {"tokens": tokens, "sequences": sequences}, constant)
+
     def _tokens(self, terms: LossTerms) -> _Tokens:
         mask_R = terms.mask_R
         dtype = torch.promote_types(terms.logprob_R.dtype, torch.float32)

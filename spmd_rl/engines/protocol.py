@@ -115,9 +115,9 @@ class TrainEngine(Protocol):
         """float32 [R]: log-probability of every response token, at the rollout temperature; no gradient."""
         ...
 
-    def update(self, batch: Batch, loss: LossFunction, metrics: Metrics) -> None:
+    def update(self, batch: Batch, loss: LossFunction, metrics: Metrics, last: bool = True) -> None:
         """One optimizer step over this rank's part of the batch; the loss is normalised globally. Skipped where no
-        token counts on any rank."""
+        token counts on any rank. last: false where more samples of the step come with another call."""
         ...
 
     def named_weights(self) -> Iterable[tuple[str, Tensor]]:

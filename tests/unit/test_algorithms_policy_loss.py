@@ -238,3 +238,20 @@ def test_metrics_of_the_contract_are_always_there() -> None:
     metrics = run(BASE, batch, torch.zeros(2))[2]
     wanted = {"loss/policy", "loss/kl", "entropy", "ratio/mean", "ratio/max", "ratio/clip_fraction", "mismatch/kl"}
     assert wanted <= set(metrics)
+
+
+@pytest.mark.parametrize("mode", AGGREGATIONS)
+def test_a_step_whose_counts_are_known_only_in_the_end_is_scaled_to_the_same_gradient(mode: str) -> None:
+    """Streaming: micro-batches are normalised by 1, the sum of their gradients by `rescale`."""
+    algorithm = replace(BASE, aggregation=mode, entropy_coef=0.1)
+    batch = make_batch([2, 3, 1], {"advantage": torch.tensor([1.0, 1.0, -2.0, -2.0, -2.0, 0.5])})
+    cu, mask_R = batch["advantage"].offsets, torch.tensor([1.0, 1.0, 1.0, 0.0, 1.0, 0.0])
+    gradients = []
+    for normalizers in (local_counts(mask_R, cu), {"tokens": 1.0, "sequences": 1.0}):
+        logprob_R = torch.linspace(-1, -2, 6).requires_grad_()
+        loss = policy_loss(algorithm, updates_per_step=1, max_tokens=4)
+        loss(make_terms(batch, logprob_R, mask_R, normalizers, 2 * logprob_R), Metrics()).backward()
+        assert logprob_R.grad is not None
+        gradients.append(logprob_R.grad)
+    assert torch.allclose(gradients[0], gradients[1] * loss.rescale(4.0, 2.0), rtol=1e-6, atol=0)
+    assert gradients[0].abs().max() > 0.01

@@ -116,6 +116,19 @@ def aggregated(kind: str) -> LossFunction:
     return loss
 
 
+class Streamed:
+    """`aggregated` for steps that come in parts: the divisions of the formulas above, by counts known in the end."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind, self.loss = kind, aggregated(kind)
+
+    def __call__(self, terms: LossTerms, metrics: Metrics) -> Tensor:
+        return self.loss(terms, metrics)
+
+    def rescale(self, tokens: float, sequences: float) -> float:
+        return 1 / (tokens if self.kind == "token_mean" else sequences)
+
+
 AGGREGATIONS = ("token_mean", "seq_mean_token_sum", "seq_mean_token_mean", "constant")
 WAYS: dict[str, dict[str, Any]] = {  # ways to compute the same thing
     "whole": {},
@@ -123,7 +136,20 @@ WAYS: dict[str, dict[str, Any]] = {  # ways to compute the same thing
     "cut small, kept": {"tokens_per_microbatch": 12, "shard": "keep"},
     "unshared": {"shared": False, "tokens_per_microbatch": 40},
     "recomputed": {"recompute": True},
+    "in parts": {"tokens_per_microbatch": 40},
+    "in parts, kept": {"tokens_per_microbatch": 40, "shard": "keep"},
 }
+
+
+def train(engine: Engine, batch: Batch, kind: str, metrics: Metrics, in_parts: bool) -> None:
+    if not in_parts:
+        engine.update(batch, aggregated(kind), metrics)
+        return
+    first = len(batch) // 3  # then nothing, then the rest: some ranks have none in one of them
+    for part, last in ((batch.select(torch.arange(first)), False), (Batch.empty(), False)):
+        engine.update(part if len(part) else Batch.empty(), Streamed(kind), metrics, last=last)
+    rest = batch.select(torch.arange(first, len(batch))) if len(batch) else batch
+    engine.update(rest, Streamed(kind), metrics)
 
 
 def same_everywhere(world: World, folder: str, out: str) -> dict[str, Any]:
@@ -132,9 +158,9 @@ def same_everywhere(world: World, folder: str, out: str) -> dict[str, Any]:
     gradients: dict[str, dict[str, Tensor]] = {}
     for way, settings in WAYS.items():
         engine = Engine(config(folder, **settings, optimizer={"lr": 0.0, "grad_clip": 0.0}), world)
-        for kind in AGGREGATIONS if way in ("whole", "cut small") else AGGREGATIONS[:1]:
+        for kind in AGGREGATIONS if way in ("whole", "cut small", "in parts") else AGGREGATIONS[:1]:
             metrics = Metrics()
-            engine.update(share(samples(), world), aggregated(kind), metrics)
+            train(engine, share(samples(), world), kind, metrics, way.startswith("in parts"))
             reduced = metrics.reduce(world.control)
             results[f"{way}: {kind}"] = [reduced["loss/total"], reduced["grad_norm"]]
             gradients[f"{way}: {kind}"] = engine.gradients

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, NamedTuple, TypeVar
 
 import torch
@@ -56,6 +57,18 @@ class Labels(NamedTuple):
     step: str = "optimizer step"
 
 
+@dataclass(frozen=True)
+class _Part:
+    """Of an optimizer step: its loss before the division, on this rank; what counts in it, on all ranks."""
+
+    loss: float = 0.0
+    tokens: float = 0.0
+    sequences: float = 0.0
+
+    def __add__(self, other: _Part) -> _Part:
+        return _Part(self.loss + other.loss, self.tokens + other.tokens, self.sequences + other.sequences)
+
+
 class ModelEngine(Generic[TermsT]):
     """A model sharded over `mesh` (one axis, `dp`); what its outputs mean is the subclass's.
 
@@ -77,6 +90,7 @@ class ModelEngine(Generic[TermsT]):
         total_steps: int,
     ) -> None:
         self.version = self.skipped = 0
+        self._part: _Part | None = None  # of a step that comes in parts
         self._config, self._device, self._settings = config, world.device, optimizer
         if mesh.ndim != 1:
             raise UserError(f"the trainer shards over one mesh axis (dp), not over {mesh.mesh_dim_names}")
@@ -113,9 +127,14 @@ class ModelEngine(Generic[TermsT]):
             drop_gathered(self._network)
         return torch.cat(rows) if rows else torch.empty(0)
 
-    def update(self, batch: Batch, loss: Callable[[TermsT, Metrics], Tensor], metrics: Metrics) -> None:
+    def update(
+        self, batch: Batch, loss: Callable[[TermsT, Metrics], Tensor], metrics: Metrics, last: bool = True
+    ) -> None:
         """One optimizer step. `loss` sees every micro-batch of this rank; the sum over all ranks is minimised.
 
+        last: false where more samples of the step come with another call. Gradients then add up until the call with
+        `last`. What the step's loss is divided by is known only there, so `loss` is normalised by counts of 1 and the
+        gradients are scaled in the end, by what its `rescale(tokens, sequences)` gives.
         Where no token counts on any rank the step is skipped: weights, moments and their decay stay as they are. It
         still counts in `version` and in the learning-rate schedule, which follow the updates that were due, so that
         neither depends on the rewards; `skipped` says how many there were.
@@ -126,21 +145,40 @@ class ModelEngine(Generic[TermsT]):
             raise RuntimeError("this engine was made without an optimizer")
         mask_R = _mask(batch)
         parts, count, (tokens, sequences) = self._microbatches(batch, _counted(batch, mask_R))
-        one_rank = dist.get_rank(self._group) == 0  # all know it; it is counted once
-        metrics.sum(self.labels.skipped, float(one_rank and not tokens))
-        if not tokens:
+        whole = last and self._part is None
+        if whole and not tokens:
             self._skip(metrics)
             return
         batch = batch.with_columns({"loss_mask": Column(mask_R, batch["response"].lengths)}) if len(batch) else batch
-        normalizers = {"tokens": tokens, "sequences": sequences}
+        normalizers = {"tokens": tokens, "sequences": sequences} if whole else {"tokens": 1.0, "sequences": 1.0}
         total = 0.0
         for i in range(count):
             part = batch.select(parts[i]) if i < len(parts) else Batch.empty()
-            with accumulating(self._network, last=i == count - 1, keep=self._keep):
+            with accumulating(self._network, last=last and i == count - 1, keep=self._keep):
                 total += self._backward(part, loss, normalizers, metrics)
+        if not whole:
+            self._part = step = _Part(total, tokens, sequences) + (self._part or _Part())
+            if not last:
+                return
+            self._part = None
+            if not step.tokens:
+                self._optimizer.zero_grad()
+                self._skip(metrics)
+                return
+            total = step.loss * self._rescale(loss, step)
+        metrics.sum(self.labels.skipped, 0.0)
         self._step(metrics)
         ranks = dist.get_world_size(self._group)
         metrics.mean(self.labels.loss, total, 1.0 / ranks)  # sums over ranks, averages over the updates of a round
+
+    def _rescale(self, loss: Any, step: _Part) -> float:
+        """Scale the gradients that were made without the step's counts; the factor. Raises TypeError for a loss that
+        cannot say it."""
+        if not hasattr(loss, "rescale"):
+            raise TypeError(f"{loss!r} has no rescale(tokens, sequences), so its step cannot come in parts")
+        factor = float(loss.rescale(step.tokens, step.sequences))
+        torch._foreach_mul_([_local(p.grad) for p in self._model.parameters() if p.grad is not None], factor)
+        return factor
 
     def state_dict(self) -> dict[str, Any]:
         """For torch.distributed.checkpoint: sharded tensors that load on any number of ranks. Shares their memory.
@@ -228,6 +266,7 @@ class ModelEngine(Generic[TermsT]):
 
     def _skip(self, metrics: Metrics) -> None:
         """An update without a token: there is no loss, and a gradient of 0 would still move the weights (moments)."""
+        metrics.sum(self.labels.skipped, float(dist.get_rank(self._group) == 0))  # all know it; it is counted once
         metrics.mean(self.labels.loss, 0.0, 1.0 / dist.get_world_size(self._group))
         metrics.set(self.labels.norm, 0.0)
         metrics.set(self.labels.lr, self._schedule.get_last_lr()[0])
