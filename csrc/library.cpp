@@ -5,5 +5,6 @@
 STABLE_TORCH_LIBRARY(spmd_rl, library) {
   library.def("copy_segments(Tensor[] sources, Tensor(a!) target, Tensor segments, int stream=0) -> ()");
   library.def("copy_slices(Tensor[] sources, Tensor(a!)[] targets, Tensor slices, int stream=0) -> ()");
+  library.def("meet(Tensor(a!) counter, int expected, float seconds) -> bool");
   library.def("partition(Tensor costs, int slots, bool equal_counts) -> Tensor");
 }

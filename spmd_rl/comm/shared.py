@@ -1,6 +1,7 @@
-"""Payload between ranks of one machine: packed into memory that the peers map, read by them in place.
+"""Ranks of one machine: messages are packed into memory that the peers map, and read by them in place.
 
-A loopback connection would copy every byte twice more, through the kernel. Memory files (memfd) have no name in any
+A loopback connection would copy every byte twice more, through the kernel, and wake a process for every pair of ranks
+in every round of metadata. Memory files (memfd) have no name in any
 file system, need no cleaning up, and end with the processes that use them; a peer opens them through /proc.
 """
 
@@ -16,8 +17,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from spmd_rl.comm.board import SHARE, Board
 from spmd_rl.comm.scratch import rounded
 from spmd_rl.comm.transport import Channel, Flight, Inbox, Transport, TransportError
+from spmd_rl.ops.meet import can_meet
 
 Int64 = NDArray[np.int64]
 _PROBE = 4096  # bytes of the first segment, which only shows whether the peers can read it
@@ -45,25 +48,33 @@ def map_peer(pid: int, fd: int, size: int) -> Tensor:
 
 
 class SharedMemoryTransport:
-    """Opens another transport's channels, and takes the payload from those whose ranks see each other's memory."""
+    """Opens another transport's channels, and takes over from those whose ranks see each other's memory."""
 
-    def __init__(self, inner: Transport, rank: int) -> None:
+    def __init__(self, inner: Transport, rank: int, timeout_s: float) -> None:
         self.name = inner.name
         self._inner = inner
         self._rank = rank
+        self._timeout_s = timeout_s
 
     def open(self, ranks: Sequence[int]) -> Channel | None:
         channel = self._inner.open(ranks)
-        return None if channel is None else share_memory(channel, self._rank)
+        return None if channel is None else share_memory(channel, self._rank, self._timeout_s)
 
 
-def share_memory(channel: Channel, rank: int) -> Channel:
-    """The channel with payload through shared memory, where every rank can read every other's; else as it is."""
+def share_memory(channel: Channel, rank: int, timeout_s: float) -> Channel:
+    """The channel with shared memory, where every rank can read every other's; else as it is."""
+    count = len(channel.ranks)
     segment, secret = Segment(_PROBE), secrets.randbits(62)
     segment.data[:8] = torch.from_numpy(np.array([secret], dtype=np.int64).view(np.uint8))
-    peers = channel.all_gather(np.array([os.getpid(), segment.fd, secret], dtype=np.int64))
-    verdicts = channel.all_gather(np.array([all(map(_readable, peers.tolist()))], dtype=np.int64))
-    return SharedMemoryChannel(channel, rank) if verdicts.all() else channel
+    board = Segment(Board.size(count))  # the first rank's is used; the others' cost nothing
+    peers = channel.all_gather(np.array([os.getpid(), segment.fd, secret, board.fd], dtype=np.int64))
+    shared = can_meet() and all(_readable(peer[:3]) for peer in peers.tolist())
+    memory = map_peer(int(peers[0, 0]), int(peers[0, 3]), Board.size(count)) if shared else board.data
+    verdicts = channel.all_gather(np.array([shared], dtype=np.int64))
+    if not verdicts.all():
+        return channel
+    place = channel.ranks.index(rank)
+    return SharedMemoryChannel(channel, place, Board(memory, channel.ranks, place, timeout_s))
 
 
 def _readable(peer: list[int]) -> bool:
@@ -77,15 +88,14 @@ def _readable(peer: list[int]) -> bool:
 
 
 class SharedMemoryChannel:
-    def __init__(self, channel: Channel, rank: int) -> None:
+    def __init__(self, channel: Channel, place: int, board: Board) -> None:
         self.ranks = channel.ranks
         self._inner = channel
-        self._place = channel.ranks.index(rank)
+        self._place = place
+        self._board = board
         self._segment = Segment(_PROBE)
         self._mapped = [torch.empty(0, dtype=torch.uint8)] * len(self.ranks)  # each rank's segment
         self._made = 1
-        self.all_gather = channel.all_gather
-        self.all_gather_bytes = channel.all_gather_bytes
         self.broadcast = channel.broadcast
         self.send = channel.send
         self.receive = channel.receive
@@ -93,6 +103,18 @@ class SharedMemoryChannel:
     @property
     def allocated(self) -> int:
         return self._made + self._inner.allocated
+
+    def all_gather(self, words_K: Int64) -> Int64:
+        if words_K.nbytes > SHARE:
+            return self._inner.all_gather(words_K)
+        sizes = np.full(len(self.ranks), words_K.nbytes)
+        gathered = self._board.all_gather(torch.from_numpy(words_K).view(torch.uint8), sizes)
+        return gathered.view(torch.int64).numpy().reshape(len(self.ranks), -1)
+
+    def all_gather_bytes(self, data: Tensor, sizes_N: Int64) -> Tensor:
+        if int(sizes_N.max()) > SHARE:  # known to all, who decide alike
+            return self._inner.all_gather_bytes(data, sizes_N)
+        return self._board.all_gather(data, sizes_N)
 
     def outbox(self, size: int) -> Tensor:
         if self._segment.data.numel() < size:

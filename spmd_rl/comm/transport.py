@@ -101,8 +101,8 @@ class Transport(Protocol):
 def make_transport(name: str, world: World, timeout_s: float | None = None, share_memory: bool = True) -> Transport:
     """The transport called `name` (config key `comm.transport`).
 
-    timeout_s: limit of one call, `world.timeout_s` unless given; share_memory: payload between ranks that can all map
-    each other's memory does not go through the transport (CPU only). Raises UserError for an unknown name and for a
+    timeout_s: limit of one call, `world.timeout_s` unless given; share_memory: ranks that can all map each other's
+    memory move payload and metadata through it (CPU only). Raises UserError for an unknown name and for a
     transport that is not installed or does not fit the world.
     """
     limit = world.timeout_s if timeout_s is None else timeout_s
@@ -120,5 +120,5 @@ def make_transport(name: str, world: World, timeout_s: float | None = None, shar
     if share_memory and world.device.type == "cpu" and hasattr(os, "memfd_create"):
         from spmd_rl.comm.shared import SharedMemoryTransport
 
-        return SharedMemoryTransport(transport, world.rank)
+        return SharedMemoryTransport(transport, world.rank, limit)
     return transport

@@ -52,6 +52,10 @@ def _register_shapes() -> None:
     def _(sources: list[Tensor], targets: list[Tensor], slices: Tensor, stream: int = 0) -> None:
         return None
 
+    @torch.library.register_fake("spmd_rl::meet")
+    def _(counter: Tensor, expected: int, seconds: float) -> bool:
+        return True
+
     @torch.library.register_fake("spmd_rl::partition")
     def _(costs: Tensor, slots: int, equal_counts: bool) -> Tensor:
         return torch.empty_like(costs, dtype=torch.int64)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -11,10 +12,11 @@ import numpy as np
 import pytest
 import torch
 
+from spmd_rl.comm.board import Board
 from spmd_rl.comm.rollcall import RollCall
 from spmd_rl.comm.scratch import Scratch
 from spmd_rl.comm.shared import Segment, SharedMemoryChannel, map_peer, share_memory
-from spmd_rl.comm.transport import Channel, make_transport
+from spmd_rl.comm.transport import Channel, TransportError, make_transport
 from spmd_rl.comm.transport_torch import _overlap
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
@@ -52,10 +54,10 @@ class Alone:
 
 
 def test_shared_memory_is_used_only_where_every_rank_can_read_it() -> None:
-    assert isinstance(share_memory(cast(Channel, Alone([])), 0), SharedMemoryChannel)
-    for stranger in ([2**22 - 3, 5, 1], [os.getpid(), 0, 1], [1, 10**6, 1]):
+    assert isinstance(share_memory(cast(Channel, Alone([])), 0, 5.0), SharedMemoryChannel)
+    for stranger in ([2**22 - 3, 5, 1, 6], [os.getpid(), 0, 1, 1], [1, 10**6, 1, 2]):
         channel = Alone([stranger])
-        assert share_memory(cast(Channel, channel), 0) is channel
+        assert share_memory(cast(Channel, channel), 0, 5.0) is channel
 
 
 def test_a_segment_is_seen_by_whoever_maps_it_and_ends_with_its_owner() -> None:
@@ -101,3 +103,32 @@ def test_a_block_comes_back_when_its_last_view_is_gone() -> None:
 def test_without_a_meeting_point_nobody_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert RollCall("x", [0, 1], 0).say(1) == ""
+
+
+def test_ranks_that_meet_at_a_board_read_what_each_left() -> None:
+    """Threads in the place of processes: they share memory just so. Many rounds, sizes that differ, also nothing."""
+    count, rounds = 3, 200
+    memory = torch.zeros(Board.size(count), dtype=torch.uint8)
+    sizes = [np.array([(5 * r + 7 * place) % 11 for place in range(count)]) for r in range(rounds)]
+
+    def share(place: int, r: int) -> torch.Tensor:
+        return torch.full((int(sizes[r][place]),), (31 * r + place) % 251, dtype=torch.uint8)
+
+    def rank(place: int) -> bool:
+        board = Board(memory, (0, 1, 2), place, timeout_s=20.0)
+        return all(
+            torch.equal(board.all_gather(share(place, r), sizes[r]), torch.cat([share(p, r) for p in range(count)]))
+            for r in range(rounds)
+        )
+
+    with ThreadPoolExecutor(count) as pool:
+        assert all(pool.map(rank, range(count)))
+
+
+def test_who_does_not_come_to_the_board_is_named() -> None:
+    memory = torch.zeros(Board.size(4), dtype=torch.uint8)
+    with ThreadPoolExecutor(2) as pool:
+        boards = [Board(memory, (2, 3, 5, 8), place, timeout_s=0.2) for place in (0, 2)]
+        for late in [pool.submit(board.all_gather, torch.empty(0), np.zeros(4, dtype=int)) for board in boards]:
+            with pytest.raises(TransportError, match=r"within 0.2 s on rank [25]; ranks 3, 8 did not come"):
+                late.result()

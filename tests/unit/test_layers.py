@@ -16,7 +16,7 @@ PACKAGE = ROOT / "spmd_rl"
 LAYERS: dict[str, set[str]] = {
     "config": set(),
     "ops": set(),
-    "comm": {"config"},
+    "comm": {"ops", "config"},
     "observe": {"comm", "config"},
     "data": {"observe", "comm", "ops", "config"},
     "algorithms": {"data.batch", "observe.metrics", "engines.protocol", "config"},
