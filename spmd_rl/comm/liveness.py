@@ -14,12 +14,9 @@ import os
 import secrets
 import selectors
 import socket
-import sys
 import threading
 import time
-import weakref
 from collections.abc import Iterator
-from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -29,6 +26,8 @@ import torch.distributed as dist
 from spmd_rl.comm.address import LOOPBACK, is_loopback
 from spmd_rl.comm.alarm import EXIT_STOPPED, Alarm, one_line
 from spmd_rl.comm.link import Link, Peer, process_start, successors
+from spmd_rl.comm.process import flush_and_exit, in_forked_children, machine, say
+from spmd_rl.comm.stages import Stage, Stages
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import CommConfig
@@ -38,15 +37,6 @@ _TURN_S = 0.15  # between the neighbours that may report a rank: the first one's
 _OWN_END_S = 0.7  # a rank that is failing by itself gets so long to say so before another's failure ends it
 _BLAME_S = 2.0  # a rank whose collective broke waits so long to hear who broke it
 _FAILED_EXIT_S = 10.0  # after its failure is announced, a rank must have ended; threads of libraries may hold it
-_RAISED_IN = "_spmd_rl_stage"  # attribute of an exception: where it was raised
-
-
-@dataclass
-class _Stage:
-    name: str
-    step: int
-    began: float
-    deadline_s: float
 
 
 class Liveness:
@@ -65,8 +55,7 @@ class Liveness:
         self._heartbeat_s = comm.heartbeat_s
         self._stage_timeout_s = comm.stage_timeout_s
         self._lock = threading.Lock()
-        self._stages: list[_Stage] = []
-        self._resting = _Stage("start", 0, time.monotonic(), math.inf)  # between stages: the last one, without deadline
+        self._stages = Stages()
         self._alarm: Alarm | None = None
         self._failed_at = math.inf  # when this rank's own exception came
         self._leaving = False
@@ -83,7 +72,7 @@ class Liveness:
         self._links = [self._connect(rank, order) for order, rank in enumerate(neighbours)]
         self._awaited = len(neighbours)  # as many ranks connect to this one
         self._linked = threading.Event()
-        _close_in_forked_children(self)
+        in_forked_children(self._close_sockets)  # or our death would go unnoticed while a worker lives
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
         self._thread.start()
         if neighbours and not self._linked.wait(comm.init_timeout_s):
@@ -93,24 +82,17 @@ class Liveness:
     @contextlib.contextmanager
     def stage(self, name: str, step: int, deadline_s: float | None = None) -> Iterator[None]:
         """What this rank is doing, for messages, and until when (default: `comm.stage_timeout_s`). May be nested."""
-        stage = _Stage(name, step, time.monotonic(), self._stage_timeout_s if deadline_s is None else deadline_s)
-        with self._lock:
-            self._stages.append(stage)
-        self._beat()
+        limit_s = self._stage_timeout_s if deadline_s is None else deadline_s
         try:
-            yield
-        except BaseException as error:
-            vars(error).setdefault(_RAISED_IN, (name, step))  # the innermost stage is the one to name
-            raise
+            with self._stages.entered(name, step, limit_s):
+                self._beat()
+                yield
         finally:
-            with self._lock:
-                self._stages.remove(stage)
-                self._resting = stage
             self._beat()
 
     def close(self) -> None:
         """Wait for all ranks, still watching them, then say goodbye. For a normal end."""
-        with self.stage("end", self._now().step):
+        with self.stage("end", self._stages.now().step):
             wait_s = min(self._stage_timeout_s, 1e6) + 60.0  # the stage's own deadline comes first and says more
             self._world.control.barrier(timeout=timedelta(seconds=wait_s)).wait()
         for link in list(self._links):
@@ -129,11 +111,11 @@ class Liveness:
             return
         if isinstance(error, RuntimeError) and not isinstance(error, UserError):
             self._await_alarm(_BLAME_S)  # a broken collective: who broke it is known in a moment
-        now, me = self._now(), self._world.rank
-        name, step = vars(error).get(_RAISED_IN, (now.name, now.step))
+        me = self._world.rank
+        name, step = self._stages.raised_in(error)
         alarm = Alarm("failed", me, socket.gethostname(), os.getpid(), name, step, me, one_line(error))
         if self._raise(alarm) and not isinstance(error, UserError):  # main prints a UserError itself
-            _say(alarm.line())
+            say(alarm.line())
         self._failed_at = time.monotonic()
         self._wake()
 
@@ -160,7 +142,7 @@ class Liveness:
         me = Peer(
             rank=self._world.rank,
             host=socket.gethostname(),
-            machine=_machine(),
+            machine=machine(),
             pid=pid,
             started=process_start(pid),
             address=self._world.address,
@@ -240,7 +222,7 @@ class Liveness:
             if message.get("token") == self._token and isinstance(rank, int):
                 link.rank, link.order = rank, successors(rank, self._world.size).index(self._world.rank)
                 self._links.append(link)
-                now = self._now()
+                now = self._stages.now()
                 link.post({"stage": now.name, "step": now.step}, droppable=True)
                 self._awaited -= 1
                 if self._awaited == 0:
@@ -255,7 +237,7 @@ class Liveness:
     def _look_round(self, now: float) -> None:
         """Act on whatever is due: an own stage beyond its deadline, a silent neighbour, a suspect to report."""
         if now - self._failed_at > _FAILED_EXIT_S:
-            _flush_and_exit(1)
+            flush_and_exit(1)
         if self._alarm is not None:  # our own failure, already announced: main is ending
             return
         for link in self._links:
@@ -264,10 +246,9 @@ class Liveness:
                 self._suspect(link, "stuck", f"silent for {silent_s:.0f} s")
             elif link.rank in self._suspects and self._suspects[link.rank][1].kind == "stuck":
                 del self._suspects[link.rank]
-        with self._lock:
-            overdue = [stage for stage in self._stages if now - stage.began > stage.deadline_s]
-        if overdue:
-            self._report_overdue(overdue[-1])
+        overdue = self._stages.overdue()
+        if overdue is not None:
+            self._report_overdue(overdue)
         for due, alarm in list(self._suspects.values()):
             if now >= due and self._raise(alarm):
                 self._stop(noticed_here=True)
@@ -280,7 +261,7 @@ class Liveness:
         if known is None or due < known[0] or known[1].kind != kind == "died":
             self._suspects[link.rank] = (due, alarm)
 
-    def _report_overdue(self, stage: _Stage) -> None:
+    def _report_overdue(self, stage: Stage) -> None:
         elsewhere = sorted({(link.rank, link.stage, link.step) for link in self._links})
         others = [
             f"rank {rank} is in stage '{name}' of step {step}"
@@ -312,18 +293,18 @@ class Liveness:
             return
         first_here = self._world.local_rank == 0 and self._peers[alarm.by].machine != self._machine
         if noticed_here or first_here:  # one line on every machine
-            _say(alarm.line())
-        now = self._now()
+            say(alarm.line())
+        now = self._stages.now()
         mine = alarm.rank == self._world.rank
         if (alarm.kind in ("stuck", "overdue") and mine) or (
             alarm.kind == "overdue" and (now.name, now.step) != (alarm.stage, alarm.step)
         ):
-            _say(f"rank {self._world.rank}, in stage '{now.name}' of step {now.step}, its Python stacks:")
+            say(f"rank {self._world.rank}, in stage '{now.name}' of step {now.step}, its Python stacks:")
             faulthandler.dump_traceback(file=2, all_threads=True)
         self._hang_up()
         if alarm.kind == "stuck":
             self._peers[alarm.rank].kill_if_here(self._machine)
-        _flush_and_exit(EXIT_STOPPED)
+        flush_and_exit(EXIT_STOPPED)
 
     def _fails_too(self) -> bool:
         """Whether an exception of our own is under way: then main ends with its own message and exit status."""
@@ -363,12 +344,8 @@ class Liveness:
 
     # ---- small things
 
-    def _now(self) -> _Stage:
-        with self._lock:
-            return self._stages[-1] if self._stages else self._resting
-
     def _beat(self) -> None:
-        now = self._now()
+        now = self._stages.now()
         for link in list(self._links):
             link.post({"stage": now.name, "step": now.step}, droppable=True)
 
@@ -377,47 +354,5 @@ class Liveness:
             self._wake_out.send(b"\0")
 
 
-def _close_in_forked_children(watch: Liveness) -> None:
-    """A forked worker must not hold our connections open, or our death would go unnoticed while it lives."""
-    reference = weakref.ref(watch)
-
-    def close() -> None:
-        parent = reference()
-        if parent is not None:
-            parent._close_sockets()
-
-    os.register_at_fork(after_in_child=close)
-
-
-def _say(line: str) -> None:
-    """To stderr past Python's buffers and locks, which a stuck thread may hold."""
-    with contextlib.suppress(OSError):
-        os.write(2, f"spmd_rl: {line}\n".encode())
-
-
-def _flush_and_exit(code: int) -> None:
-    """End the process now: the main thread may sit in a collective for ever. Output gets half a second to leave."""
-
-    def flush() -> None:
-        with contextlib.suppress(Exception):
-            sys.stdout.flush()
-            sys.stderr.flush()
-
-    thread = threading.Thread(target=flush, daemon=True)
-    thread.start()
-    thread.join(0.5)
-    os._exit(code)
-
-
 def _family(address: str) -> socket.AddressFamily:
     return socket.AF_INET6 if ":" in address else socket.AF_INET
-
-
-def _machine() -> str:
-    """This machine and its process table: where a pid means the same process."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}/{os.readlink('/proc/self/ns/pid')}"
-    except OSError:
-        return f"{socket.gethostname()}/{os.getpid()}"

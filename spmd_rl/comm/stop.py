@@ -7,7 +7,6 @@ import os
 import signal
 import socket
 import threading
-import weakref
 from collections.abc import Sequence
 from types import FrameType, TracebackType
 from typing import Any
@@ -15,6 +14,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from spmd_rl.comm.process import in_forked_children
 from spmd_rl.comm.world import World
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)  # USR1, USR2: what schedulers send
@@ -37,7 +37,7 @@ class StopFlag:
         self._write.setblocking(False)
         self._previous: dict[int, Any] = {number: signal.signal(number, self._handle) for number in signals}
         self._previous_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        _restore_in_forked_children(self)
+        in_forked_children(self._restore)  # a forked worker must end by SIGTERM as usual
         threading.Thread(target=self._count, name="signals", daemon=True).start()
 
     @property
@@ -69,6 +69,11 @@ class StopFlag:
     ) -> None:
         self.close()
 
+    def _restore(self) -> None:
+        if self._write.fileno() >= 0:
+            with contextlib.suppress(ValueError):  # forked off the main thread
+                self.close()
+
     def _handle(self, number: int, frame: FrameType | None) -> None:
         """In the main thread, once it is back in Python."""
         self.set(signal.Signals(number).name)
@@ -84,16 +89,3 @@ class StopFlag:
                 if self._interrupts >= 2:
                     os.write(2, b"spmd_rl: interrupted twice, ends at once\n")
                     os._exit(128 + signal.SIGINT)
-
-
-def _restore_in_forked_children(flag: StopFlag) -> None:
-    """A forked worker must end by SIGTERM as usual, and not report its signals to us."""
-    reference = weakref.ref(flag)
-
-    def restore() -> None:
-        parent = reference()
-        if parent is not None and parent._write.fileno() >= 0:
-            with contextlib.suppress(ValueError):  # forked off the main thread
-                parent.close()
-
-    os.register_at_fork(after_in_child=restore)

@@ -6,7 +6,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -92,8 +92,9 @@ class Lane:
 
     def stream_after(self, ready: torch.cuda.Event | None) -> AbstractContextManager[Any]:
         """Kernels launched inside run on the lane's own stream, after `ready`."""
-        if self._stream is not None and ready is not None:
-            self._stream.wait_event(ready)
+        if self._stream is None or ready is None:
+            return nullcontext()
+        self._stream.wait_event(ready)
         return torch.cuda.stream(self._stream)
 
     def hand_over(self, batch: Batch) -> None:

@@ -165,7 +165,7 @@ def test_a_stage_beyond_its_deadline_is_named_with_the_stacks_of_the_rank_elsewh
     result = run_world(overdue, ranks=2)
     assert not result.timed_out and result.returncode != 0
     (line,) = alarms(result)
-    assert re.match(r"rank 1 \(.*\) is overdue in stage 'update' of step 2: [12] s of 1.5 s, ", line)
+    assert re.match(r"rank 1 \(.*\) is overdue in stage 'update' of step 2: \d+ s of 1.5 s, ", line)
     assert "rank 0 is in stage 'rollout' of step 2" in line
     assert "rank 0, in stage 'rollout' of step 2, its Python stacks:" in result.stderr
     assert result.stderr.count("in overdue") >= 2  # both ranks' stacks show the function they hang in
