@@ -36,6 +36,7 @@ _BEAT_S = 1.0
 _TURN_S = 0.15  # between the neighbours that may report a rank: the first one's alarm silences the others
 _OWN_END_S = 0.7  # a rank that is failing by itself gets so long to say so before another's failure ends it
 _BLAME_S = 2.0  # a rank whose collective broke waits so long to hear who broke it
+_STACKS_S = 1.0  # a launcher ends the others as soon as the first is gone: time for them to show where they are
 _FAILED_EXIT_S = 10.0  # after its failure is announced, a rank must have ended; threads of libraries may hold it
 
 
@@ -304,6 +305,8 @@ class Liveness:
         self._hang_up()
         if alarm.kind == "stuck":
             self._peers[alarm.rank].kill_if_here(self._machine)
+        if alarm.kind == "overdue" and noticed_here:
+            time.sleep(_STACKS_S)
         flush_and_exit(EXIT_STOPPED)
 
     def _fails_too(self) -> bool:
