@@ -19,6 +19,7 @@ BASE = [
     "pyyaml>=6,<7",
     "transformers>=5.16.1,<5.20",
     "safetensors>=0.6,<1",
+    "peft>=0.21,<0.22",
     "datasets>=5,<6",
     "pyarrow>=20",
     "rich>=14,<16",

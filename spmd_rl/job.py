@@ -11,6 +11,7 @@ import torch
 
 from spmd_rl.checkpoint.checkpointer import Checkpointer, Outcome
 from spmd_rl.checkpoint.export import export_model
+from spmd_rl.checkpoint.export_adapter import export_adapter
 from spmd_rl.checkpoint.identity import run_identity
 from spmd_rl.checkpoint.load import load_checkpoint
 from spmd_rl.checkpoint.resume import resolve_resume, step_of
@@ -218,5 +219,8 @@ class Job:
             with self.stage("export", self.done):
                 actor = self.engines["actor"]
                 export_model(Path(self.config.model.path), self.folder / "model", actor.named_weights(), self.world)
+                if self.config.model.lora_rank:
+                    settings, weights = actor.adapter_settings(), actor.adapter_weights()
+                    export_adapter(self.folder / "adapter", settings, weights, self.world)
         if outcome is not None and outcome.error:
             raise RuntimeError(f"the final checkpoint was not written: {outcome.error}")

@@ -65,10 +65,25 @@ def export_model(
             problem = str(error)
         finally:
             writer.clean_up()
+    raise_together(problem, folder, world)
+
+
+def raise_together(problem: str | None, folder: Path, world: World) -> None:
+    """Raises ExportError on every rank where rank 0 has a `problem`. Collective."""
     answer = [problem]
     dist.broadcast_object_list(answer, group=world.control, group_src=0)
     if answer[0] is not None:
         raise ExportError(f"export to {folder} failed: {answer[0].splitlines()[0]}")
+
+
+def replace_folder(folder: Path, temporary: Path) -> None:
+    """Give the whole `temporary` the name `folder`; what had it is removed."""
+    replaced = folder.with_name(f".{folder.name}.old-{secrets.token_hex(4)}")
+    if folder.exists():
+        folder.rename(replaced)
+    temporary.rename(folder)
+    sync_folder(folder.parent)
+    shutil.rmtree(replaced, ignore_errors=True)
 
 
 class _Writer:
@@ -118,12 +133,7 @@ class _Writer:
         config = {key: value for key, value in self.config.items() if key != "torch_dtype"}
         config["dtype"] = str(self.dtype).removeprefix("torch.")
         write_durably(self.temporary / "config.json", json.dumps(config, indent=2) + "\n")
-        replaced = self.folder.with_name(f".{self.folder.name}.old-{secrets.token_hex(4)}")
-        if self.folder.exists():
-            self.folder.rename(replaced)
-        self.temporary.rename(self.folder)
-        sync_folder(self.folder.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        replace_folder(self.folder, self.temporary)
 
     def clean_up(self) -> None:
         """Nothing is left aside after a failure; after a success there is nothing to remove."""

@@ -29,6 +29,10 @@ def check(config: Config) -> None:
             f"train.updates_per_step={config.train.updates_per_step} is more than "
             f"train.prompts_per_step={config.train.prompts_per_step}: an update needs at least one whole group"
         )
+    if config.model.lora_rank == 0 and (config.model.lora_alpha or config.model.lora_targets):
+        raise UserError(
+            "model.lora_alpha and model.lora_targets mean nothing with model.lora_rank=0: set a rank, e.g. 16"
+        )
     if not 0 < config.rollout.top_p <= 1:
         raise UserError(f"rollout.top_p: a number above 0 and up to 1 is wanted, not {config.rollout.top_p}")
     if config.eval.temperature == 0 and config.eval.samples_per_prompt > 1:
@@ -117,6 +121,8 @@ def _positive(config: Config) -> None:
         "rollout.top_k": (config.rollout.top_k, 0),
         "rollout.max_sequences": (config.rollout.max_sequences, 1),
         "model.logprob_chunk": (config.model.logprob_chunk, 1),
+        "model.lora_rank": (config.model.lora_rank, 0),
+        "model.lora_alpha": (config.model.lora_alpha, 0),
         "data.epochs": (config.data.epochs, 0),
         "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
         "reward.workers": (config.reward.workers, 0),

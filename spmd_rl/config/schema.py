@@ -29,6 +29,10 @@ class ModelConfig:
     activation_checkpointing: bool = False  # recompute each layer in the backward pass
     prefix_sharing: bool = True  # compute the prompt of a group once for all of its responses
     logprob_chunk: int = 1024  # tokens whose logits exist at one time
+    lora_rank: int = 0  # above 0: adapters of this rank are trained and the model itself stays (LoRA); 0: all weights
+    lora_alpha: float = 0.0  # adapters are scaled by lora_alpha / lora_rank; 0: 2 * lora_rank
+    lora_targets: list[str] = field(default_factory=list)  # names of the linear layers that get one, e.g. q_proj;
+    #   none: all of attention and MLP. There is no dropout: it would make the policy differ from its own samples
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from spmd_rl.data.loader import PromptLoader
 from spmd_rl.engines.reward.pool import RewardPool
 from spmd_rl.engines.rollout.build import build_rollout
 from spmd_rl.engines.train.engine import TrainEngine
+from spmd_rl.engines.train.lora_engine import BasePolicy, LoraEngine
 from spmd_rl.engines.train.model import load_tokenizer
 from spmd_rl.graph.stage import BuildContext
 
@@ -29,11 +30,14 @@ def reward(context: BuildContext) -> RewardPool:
 
 def actor(context: BuildContext) -> TrainEngine:
     steps = context.config.train.steps * context.config.train.updates_per_step
-    return TrainEngine(context.config, context.world, context.mesh, total_steps=steps)
+    engine = LoraEngine if context.config.model.lora_rank else TrainEngine
+    return engine(context.config, context.world, context.mesh, total_steps=steps)
 
 
-def reference(context: BuildContext) -> TrainEngine:
-    """The model as it is on disk, never trained."""
+def reference(context: BuildContext) -> TrainEngine | BasePolicy:
+    """The model as it is on disk, never trained. Beside an actor with adapters it is that one without them."""
+    if context.config.model.lora_rank and "actor" in context.engines:
+        return BasePolicy(context.engines["actor"])
     return TrainEngine(context.config, context.world, context.mesh, total_steps=0, trainable=False)
 
 

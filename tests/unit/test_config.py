@@ -85,6 +85,8 @@ def test_what_is_written_reads_back_equal(tmp_path, good):
         ("train.samples_per_prompt=0", "train.samples_per_prompt=0: at least 1 is wanted"),
         ("train.updates_per_step=9", "updates_per_step=9 is more than train.prompts_per_step=8"),
         ("rollout.temperature=0", "rollout.temperature=0.0: a number above 0 is wanted"),
+        ("model.lora_alpha=8", "mean nothing with model.lora_rank=0: set a rank"),
+        ("model.lora_rank=-1", "model.lora_rank=-1: at least 0 is wanted"),
         ("rollout.top_p=1.5", "top_p: a number above 0 and up to 1"),
         ("eval.samples_per_prompt=4", "eval.temperature=0 draws the same response"),
         ("eval.pass_at=[3]", "eval.pass_at=3 needs 1 <= k <= eval.samples_per_prompt=1"),
@@ -136,7 +138,7 @@ def test_model_folder(tmp_path, good):
 
 
 def test_shipped_configurations_load():
-    paths = sorted((ROOT / "configs").glob("*.yaml"))
+    paths = sorted((ROOT / "configs").rglob("*.yaml"))
     assert paths
     for path in paths:
         if path.name != "base.yaml":

@@ -35,6 +35,7 @@ CONFINED: dict[str, tuple[str, ...]] = {
     "vllm": ("engines.rollout.vllm",),
     "mpi4py": ("comm",),
     "ray": (),
+    "peft": ("engines.train.lora",),
     "transformers": ("engines", "data", "recipes", "config", "job"),
     "omegaconf": ("config",),
 }

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from transformers import PreTrainedModel
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
@@ -99,13 +101,15 @@ class ModelEngine(Generic[TermsT]):
         self._compute_dtype = compute_dtype(config)
         if self._device.type == "cpu":
             reuse_freed_memory()
-        network.requires_grad_(optimizer is not None)
+        if optimizer is None:
+            network.requires_grad_(False)
         self._network, self._model = network, model
         if config.model.activation_checkpointing and optimizer is not None:
             recompute_layers(network)
         shard(network, mesh, self._compute_dtype, self._keep)
         if optimizer is not None:
-            self._optimizer, self._schedule = build_optimizer(model.parameters(), optimizer, total_steps)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            self._optimizer, self._schedule = build_optimizer(trained, optimizer, total_steps)
 
     def _terms(self, outputs: tuple[Tensor, ...], common: Terms) -> TermsT:
         """What the loss function sees of one micro-batch."""
@@ -183,13 +187,14 @@ class ModelEngine(Generic[TermsT]):
     def state_dict(self) -> dict[str, Any]:
         """For torch.distributed.checkpoint: sharded tensors that load on any number of ranks. Shares their memory.
 
-        Empty for a model that is not trained: it is what lies in its folder.
+        Parameters that are not trained are left out: they are what lies in the model's folder.
         """
         if self._settings is None:
             return {}
         drop_gathered(self._network)
+        frozen = self._frozen()
         return {
-            "model": get_model_state_dict(self._model),
+            "model": {name: t for name, t in get_model_state_dict(self._model).items() if name not in frozen},
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
             "schedule": self._schedule.state_dict(),
             "version": self.version,
@@ -201,10 +206,13 @@ class ModelEngine(Generic[TermsT]):
         if self._settings is None:
             return
         drop_gathered(self._network)
-        set_model_state_dict(self._model, state["model"])
+        set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=not self._frozen()))
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
+
+    def _frozen(self) -> set[str]:
+        return {name for name, p in self._model.named_parameters(remove_duplicate=False) if not p.requires_grad}
 
     def _microbatches(self, batch: Batch, counts: Tensor) -> tuple[list[Tensor], int, tuple[float, float]]:
         """This rank's micro-batches, how many every rank computes, the sums of `counts` (float64 [2]) over ranks."""
@@ -295,11 +303,14 @@ class TrainEngine(ModelEngine[LossTerms]):
         self, config: Config, world: World, mesh: DeviceMesh, total_steps: int, trainable: bool = True
     ) -> None:
         self._rollout_dtype = _dtype("rollout.dtype", config.rollout.dtype)
-        model = load_model(config.model.path, torch.float32 if trainable else compute_dtype(config), verify=trainable)
+        model = self._load(config, trainable)
         # Greedy sampling has no temperature to divide by; its policy is read at 1.
         network = PolicyModel(model, config.rollout.temperature or 1.0, config.model.logprob_chunk)
         optimizer = config.train.optimizer if trainable else None
         super().__init__(config, world, mesh, network, model, optimizer, total_steps)
+
+    def _load(self, config: Config, trainable: bool) -> PreTrainedModel:
+        return load_model(config.model.path, torch.float32 if trainable else compute_dtype(config), verify=trainable)
 
     def logprobs(self, batch: Batch) -> Tensor:
         """float32 [R] on the CPU, in batch order: log-probabilities of all response tokens, without gradient."""
@@ -314,13 +325,19 @@ class TrainEngine(ModelEngine[LossTerms]):
 
         All ranks must draw all of them. With `train.shard=keep` the gathered parameters stay for the next pass.
         """
-        if self._rollout_dtype == self._compute_dtype or self._compute_dtype == torch.float32:
-            for name, tensor in gathered_parameters(self._network, self._keep):
-                yield name, tensor.to(self._rollout_dtype, copy=True)
-        else:  # the rollout wants more digits than the compute dtype has: from the masters
+        gathered = self._rollout_dtype == self._compute_dtype or self._compute_dtype == torch.float32
+        for name, tensor in self._whole_weights(gathered):
+            yield name, tensor.to(self._rollout_dtype, copy=gathered)
+
+    def _whole_weights(self, gathered: bool) -> Iterator[tuple[str, Tensor]]:
+        """Whole parameters. gathered: as the forward pass has them, in views that do not live long; else from the
+        masters, because the rollout wants more digits than the compute dtype has."""
+        if gathered:
+            yield from gathered_parameters(self._network, self._keep)
+        else:
             drop_gathered(self._network)
             for name, parameter in self._model.named_parameters():
-                yield name, _full(parameter.detach().to(self._rollout_dtype))
+                yield name, full_tensor(parameter.detach().to(self._rollout_dtype))
 
 
 def compute_dtype(config: Config) -> torch.dtype:
@@ -362,5 +379,6 @@ def _local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _full(tensor: Tensor) -> Tensor:
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All slices of a sharded tensor, on every rank (collective); another tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
