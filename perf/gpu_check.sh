@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Builds the kernels against the torch of this machine and checks them on its GPU: equal to the references, and the
-# fraction of a device-to-device copy that packing and unpacking reach. Ends within a few minutes.
+# fraction of a device-to-device copy that packing and unpacking reach; then the whole program beside itself on the CPU.
+# Ends within a few minutes.
 #
 #   perf/gpu_check.sh [python]          python: an interpreter whose torch has CUDA (default: .venv, else python3)
 set -euo pipefail
@@ -22,3 +23,4 @@ TORCH_CUDA_ARCH_LIST=$capability "$python" setup.py -q build_ext --inplace --bui
 
 "$python" perf/gpu_equal.py
 "$python" perf/kernels.py --device cuda --check
+"$python" perf/gpu_program.py
