@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,9 @@ from spmd_rl.graph.runner import Runner
 from spmd_rl.graph.stage import BuildContext, Context
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.recorder import Recorder
+from spmd_rl.observe.samples import SampleRecord
 from spmd_rl.recipes.contract import check_contract
+from spmd_rl.recipes.dynamic import TooFewGroups
 from spmd_rl.recipes.evaluate import RECORDED, evaluate, sample_records
 
 
@@ -151,17 +154,32 @@ class Job:
         return engines
 
     def _step(self, step: int) -> None:
-        with self.recorder.spans("step", step):
-            samples, metrics = self.runner.step(step, keep=RECORDED)
+        try:
+            with self.recorder.spans("step", step):
+                samples, metrics = self.runner.step(step, keep=RECORDED)
+        except TooFewGroups as stopped:
+            self._keep(step, stopped.accepted)
+            raise
         self.done = step
         with self.watch.stage("record", step):
-            chosen = torch.tensor(self.recorder.choose(samples.ids), dtype=torch.int64)
-            records = sample_records(self._context("prompts"), samples.select(chosen)) if len(chosen) else []
-            self.recorder.step(step, metrics, records)
+            self.recorder.step(step, metrics, self._records(step, samples))
 
-    def _context(self, stage: str) -> Context:
-        """As a stage would see it; for what happens between steps."""
-        layout = self.graph.placements[stage].layout
+    def _keep(self, step: int, accepted: Batch) -> None:
+        """All ranks gave a step up: what it has accepted goes on record and into a checkpoint."""
+        with self.watch.stage("record", step):
+            self.recorder.unfinished(self._records(step, accepted))
+        self._save(again=True)
+        self._saved(self.checkpointer.wait())
+
+    def _records(self, step: int, samples: Batch) -> list[SampleRecord]:
+        """As many of this rank's samples as are to be recorded."""
+        chosen = torch.tensor(self.recorder.choose(samples.ids), dtype=torch.int64)
+        context = replace(self._context("loader"), step=step)
+        return sample_records(context, samples.select(chosen)) if len(chosen) else []
+
+    def _context(self, engine: str) -> Context:
+        """As a stage placed like `engine` would see it; for what happens between steps."""
+        layout = self.graph.engine_placements[engine].layout
         slot, replica = divmod(layout.ranks.index(self.world.rank), layout.replicas)
         return Context(self.config, self.world, self.engines, self.done, Metrics(), slot, layout.slots, replica)
 
@@ -173,15 +191,15 @@ class Job:
             self.recorder.evaluation(self.done, results, records)
 
     def _exhausted(self) -> bool:
-        return self.engines["loader"].exhausted
+        return all(engine.exhausted for engine in self.engines.values() if hasattr(engine, "exhausted"))
 
     def _states(self) -> Mapping[str, Any]:
         return {name: engine for name, engine in self.engines.items() if hasattr(engine, "state_dict")}
 
-    def _save(self) -> None:
+    def _save(self, again: bool = False) -> None:
         with self.stage("checkpoint", self.done):
             states = {name: engine.state_dict() for name, engine in self._states().items()}
-            self._saved(self.checkpointer.save(self.done, states, {"config": to_yaml(self.config)}))
+            self._saved(self.checkpointer.save(self.done, states, {"config": to_yaml(self.config)}, again))
 
     def _saved(self, outcome: Outcome | None) -> None:
         """Say how the save before ended; a failed one does not end the run, the checkpoints before it are intact."""
@@ -194,7 +212,7 @@ class Job:
             load_checkpoint(path, states, self.world)
             for name, engine in self._states().items():
                 engine.load_state_dict(states[name])
-            context = self._context("sync")
+            context = self._context("actor")
             next(stage for stage in self.graph.order if stage.name == "sync").run(context, Batch.empty())
         self.recorder.say(f"resumed from {path} after step {self.done}")
 

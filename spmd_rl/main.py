@@ -1,6 +1,7 @@
 """Entry point: every rank runs this same file.
 
 torchrun --nproc-per-node=2 spmd_rl/main.py configs/quickstart.yaml train.steps=4
+torchrun --nproc-per-node=2 spmd_rl/main.py configs/quickstart.yaml configs/recipes/dapo.yaml
 mpirun -n 2 python spmd_rl/main.py configs/quickstart.yaml
 srun python spmd_rl/main.py configs/quickstart.yaml
 python spmd_rl/main.py configs/quickstart.yaml --dry-run --ranks 8
@@ -74,7 +75,12 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         prog="spmd_rl/main.py", description="Reinforcement-learning post-training as a plain SPMD program."
     )
     parser.add_argument("config", help="YAML file with the settings (see configs/)")
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="settings that replace the file's")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="section.key=value",
+        help="settings, or further YAML files, that replace its own",
+    )
     parser.add_argument("--dry-run", action="store_true", help="print configuration, graph and schedules, then end")
     parser.add_argument("--ranks", type=int, default=0, help="world size for --dry-run (default: this launch's own)")
     return parser.parse_intermixed_args(list(argv))

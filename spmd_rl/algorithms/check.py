@@ -29,6 +29,7 @@ _PLACES: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
     "drift_coef": (lambda a: a.loss == "cpgd", "algorithm.loss=cpgd"),
     "sapo_tau_positive": (lambda a: a.loss == "sapo", "algorithm.loss=sapo"),
     "sapo_tau_negative": (lambda a: a.loss == "sapo", "algorithm.loss=sapo"),
+    "dynamic_sampling_tries": (lambda a: a.dynamic_sampling, "algorithm.dynamic_sampling=true"),
     "kl_in": (lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0"),
     "kl_estimator": (lambda a: a.kl_coef > 0 and a.kl_in == "loss", "algorithm.kl_coef above 0 and kl_in=loss"),
     "correction_level": (lambda a: a.correction != "none", "algorithm.correction=tis, mis or icepop"),
@@ -47,6 +48,8 @@ def check(algorithm: AlgorithmConfig, train: TrainConfig, rollout: RolloutConfig
     _ranges(algorithm)
     _advantage(algorithm, train)
     _loss(algorithm, train)
+    if algorithm.dynamic_sampling:
+        _dynamic_sampling(algorithm, train)
     _rollout(algorithm, rollout)
     for field in fields(algorithm):
         value = getattr(algorithm, field.name)
@@ -139,6 +142,22 @@ def _loss(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
         raise UserError(
             f"algorithm.loss=decoupled_ppo has the importance weight in it, and algorithm.correction="
             f"{algorithm.correction} would weigh each token again: choose algorithm.correction=none, or loss=ppo_clip"
+        )
+
+
+def _dynamic_sampling(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+    if train.samples_per_prompt == 1:
+        raise UserError(
+            "algorithm.dynamic_sampling keeps groups whose rewards differ, but train.samples_per_prompt=1: set it to 2 "
+            "or more, or dynamic_sampling=false"
+        )
+    if algorithm.dynamic_sampling_tries < 1:
+        raise UserError(f"algorithm.dynamic_sampling_tries={algorithm.dynamic_sampling_tries}: at least 1 is wanted")
+    if algorithm.correction == "none" and algorithm.loss != "decoupled_ppo":
+        raise UserError(
+            "algorithm.dynamic_sampling=true keeps groups that are left over for the next step, and by then the policy "
+            "has moved on: set algorithm.correction=tis (with correction_level=geometric for gspo and gmpo), or choose "
+            "algorithm.loss=decoupled_ppo"
         )
 
 

@@ -165,6 +165,11 @@ def cpgd(reward_S: Tensor, group_S: Tensor, groups_sums: Tensor, weight_cap: flo
     return groups.minus(groups.mean_G) * weight
 
 
+def teaching(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """bool [G]: whether the group's rewards differ, so that it has advantages other than 0."""
+    return ~Groups.of(reward_S, group_S).flat_G
+
+
 def group_counts(reward_S: Tensor, group_S: Tensor) -> Tensor:
     """float64 [2]: groups without variance, groups; to be summed over ranks."""
     return torch.stack(Groups.of(reward_S, group_S).zero_variance())

@@ -69,15 +69,17 @@ class Checkpointer:
             use_pinned_memory=cuda, use_shared_memory=False, use_async_staging=False, use_non_blocking_copy=cuda
         )
 
-    def save(self, step: int, states: Mapping[str, Any], meta: Mapping[str, Any]) -> Outcome | None:
+    def save(
+        self, step: int, states: Mapping[str, Any], meta: Mapping[str, Any], again: bool = False
+    ) -> Outcome | None:
         """Start saving; returns as soon as the states are copied. Collective.
 
         states: name → state dict of tensors, DTensors and picklable values (`rng` is added here); meta: anything that
         JSON can carry, the same on all ranks. Waits for the save before, if it still runs, and returns its outcome.
-        Where that was of this very step and succeeded, there is nothing more to save.
+        Where that was of this very step and succeeded, there is nothing more to save, unless `again`.
         """
         before = self.wait()
-        if self._committed == step:
+        if self._committed == step and not again:
             return before
         begin = time.monotonic()
         rank = self._world.rank

@@ -17,6 +17,7 @@ _FREE = (
     "model.prefix_sharing",
     "model.logprob_chunk",
     "data.eval",
+    "algorithm.dynamic_sampling_tries",
     "rollout.tensor_parallel",
     "rollout.max_sequences",
     "rollout.kv_cache_gib",

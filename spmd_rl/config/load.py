@@ -20,7 +20,8 @@ INHERIT = "defaults"  # the key of a YAML file that names the files it builds on
 
 
 def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of `path` (a YAML file, or None for the defaults alone) with `a.b=value` overrides.
+    """The configuration of `path` (a YAML file, or None for the defaults alone) with `overrides` laid over it in order:
+    `a.b=value`, or the path of a further YAML file (a recipe).
 
     Raises UserError (one line: the key, what is wrong, the nearest valid key or the type wanted).
     """
@@ -61,6 +62,10 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
 
 
 def _override(merged: DictConfig, override: str) -> DictConfig:
+    if "=" not in override and override.endswith((".yaml", ".yml")):
+        laid_over = OmegaConf.create(_read(Path(override), ()))
+        _check_names(laid_over, Config, "", override)
+        return OmegaConf.merge(merged, laid_over)  # type: ignore[return-value]
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise UserError(f"command line: {override!r} is not of the form section.key=value")

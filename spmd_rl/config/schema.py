@@ -129,6 +129,8 @@ class AlgorithmConfig:
     correction_level: str = "token"  # the weight of each: token | sequence (product) | geometric (mean over it)
     correction_cap: float = 2.0  # upper bound of the importance weight (also that of decoupled_ppo)
     correction_floor: float = 0.0  # icepop: lower bound
+    dynamic_sampling: bool = False  # draw further prompts until train.prompts_per_step groups have rewards that differ
+    dynamic_sampling_tries: int = 10  # rounds of prompts_per_step prompts per step; then the run stops
     mask_truncated: bool = False  # true: responses that hit max_tokens get no loss
     nonfinite_logprob: str = "stop"  # a NaN from the rollout engine: stop | exclude (the sample, from group and loss)
 

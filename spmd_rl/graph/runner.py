@@ -95,6 +95,7 @@ class Runner:
             slot=slot,
             slots=op.layout.slots,
             replica=replica,
+            watch=lambda name: self._watch(name, step),
         )
         output = stage.run(context, batch)
         if op.output is None:

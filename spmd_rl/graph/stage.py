@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
@@ -88,6 +89,8 @@ class Context:
     slot: int  # this rank's data-parallel slot in the stage's layout, of so many
     slots: int
     replica: int  # and its place among the ranks of the slot; replica 0 counts what is counted once per sample
+    # Times and supervises a named part of the stage: `with context.watch("rollout"):`.
+    watch: Callable[[str], AbstractContextManager[Any]] = nullcontext
 
 
 StageOutput = Mapping[str, Column] | Batch | Deferred | None

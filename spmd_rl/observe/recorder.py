@@ -95,6 +95,12 @@ class Recorder:
             self._shared.step(step, values, records)
         return values
 
+    def unfinished(self, samples: Sequence[SampleRecord]) -> None:
+        """Record samples of a step that will not be finished; a run that goes on records the step anew. Collective."""
+        records = gather_samples(samples, self._config.samples_per_step, self._group)
+        if self._shared:
+            self._shared.unfinished(records)
+
     def evaluation(self, step: int, results: Sequence[EvalResult], samples: Sequence[SampleRecord] = ()) -> None:
         """Record an evaluation after `step` steps (0: before training). results: equal on all ranks; samples: of this
         rank. Collective."""
@@ -164,6 +170,9 @@ class _Shared:
         every = self._config.console_every
         if step in (1, self._steps) or (every and step % every == 0):
             self.console.completions(step, _spread(records)[: self._config.console_samples])
+
+    def unfinished(self, records: Sequence[SampleRecord]) -> None:
+        self._samples.write(records)
 
     def evaluation(self, step: int, results: Sequence[EvalResult], records: Sequence[SampleRecord]) -> None:
         values: dict[str, float] = {}

@@ -13,8 +13,6 @@ ENGINES = {
     "actor": "its weights are exported at the end",
 }
 STAGES = {
-    "prompts": "where samples are recorded",
-    "rollout": "where evaluations run",
     "sync": "after a resume it brings the weights to the rollout engine",
 }
 

@@ -2,6 +2,8 @@
 
 prompts -> rollout -> reward -> advantage -> update -> sync
                   \\-> old_logprob, ref_logprob -/        (where the settings need them)
+
+With dynamic sampling the first three are one stage, `experience`, which goes through them in rounds.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from spmd_rl.data.balance import Balance
 from spmd_rl.engines.rollout.sampling import check_model, model_tokens
 from spmd_rl.graph.graph import Graph
 from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage
-from spmd_rl.recipes import build, stages
+from spmd_rl.recipes import build, dynamic, stages
 
 
 def graph(config: Config, world_size: int) -> Graph:
@@ -26,23 +28,7 @@ def graph(config: Config, world_size: int) -> Graph:
     trainers = Placement()
     scored = ("prompt", "response")
     trained = [*scored, "turn", "rollout_logprob", "advantage", "loss_mask"]
-    nodes = [
-        Stage("prompts", stages.prompts, produces=("prompt", "row", "turn"), placement=replicas),
-        Stage(
-            "rollout",
-            stages.rollout,
-            consumes=("prompt",),
-            produces=("response", "rollout_logprob", "finish", "version"),
-            placement=replicas,
-        ),
-        Stage(
-            "reward",
-            stages.reward,
-            consumes=("prompt", "response", "row"),
-            produces=("reward", "reward_parts"),
-            placement=replicas,
-        ),
-    ]
+    nodes = generation(config, replicas)
     engines = [
         EngineSpec("tokenizer", build.tokenizer),
         EngineSpec("loader", build.loader, replicas),
@@ -51,6 +37,8 @@ def graph(config: Config, world_size: int) -> Graph:
         EngineSpec("rollout", build.rollout, replicas),
     ]
     algorithm = config.algorithm
+    if algorithm.dynamic_sampling:
+        engines.append(EngineSpec("surplus", dynamic.surplus, replicas))
     in_reward = algorithm.kl_coef > 0 and algorithm.kl_in == "reward"
     on_trainers = []
     judged = ["response", "reward", "finish", "rollout_logprob"]
@@ -72,3 +60,17 @@ def graph(config: Config, world_size: int) -> Graph:
         Stage("sync", stages.sync, after=("update",)),
     ]
     return Graph(tuple(nodes), tuple(engines))
+
+
+def generation(config: Config, replicas: Placement) -> list[Stage]:
+    """From nothing to judged responses."""
+    drawn = ("response", "rollout_logprob", "finish", "version")
+    judged = ("reward", "reward_parts")
+    first = ("prompt", "row", "turn")
+    if config.algorithm.dynamic_sampling:
+        return [Stage("experience", dynamic.experience, produces=(*first, *drawn, *judged), placement=replicas)]
+    return [
+        Stage("prompts", stages.prompts, produces=first, placement=replicas),
+        Stage("rollout", stages.rollout, consumes=("prompt",), produces=drawn, placement=replicas),
+        Stage("reward", stages.reward, ("prompt", "response", "row"), judged, placement=replicas),
+    ]

@@ -127,16 +127,22 @@ def scored_columns(scores: Scores) -> dict[str, Column]:
     }
 
 
+def valid_rewards(context: Context, batch: Batch) -> Tensor:
+    """float32 [S]: the task's reward, NaN where the sample is excluded: by its reward, or by a log-probability of the
+    rollout engine that is not finite (FloatingPointError instead, where `nonfinite_logprob` says stop)."""
+    broken_S = nonfinite_samples(batch["rollout_logprob"].values, batch["rollout_logprob"].offsets)
+    if context.config.algorithm.nonfinite_logprob == "stop" and bool(broken_S.any()):
+        raise FloatingPointError(
+            f"the rollout engine's log-probability is NaN or infinite in sample {name_samples(batch.ids, broken_S)}"
+        )
+    return exclude(batch["reward"].as_scalars(), broken_S)
+
+
 def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
     """Advantages within each group, one per token; and which tokens count in the loss."""
     algorithm = context.config.algorithm
     lengths_S, offsets = batch["response"].lengths, batch["response"].offsets
-    broken_S = nonfinite_samples(batch["rollout_logprob"].values, offsets)
-    if algorithm.nonfinite_logprob == "stop" and bool(broken_S.any()):
-        raise FloatingPointError(
-            f"the rollout engine's log-probability is NaN or infinite in sample {name_samples(batch.ids, broken_S)}"
-        )
-    reward_S = exclude(batch["reward"].as_scalars(), broken_S)
+    reward_S = valid_rewards(context, batch)
     kl_S = None
     if algorithm.kl_coef and algorithm.kl_in == "reward":
         kl_S = segment_sum(batch["old_logprob"].values - batch["ref_logprob"].values, offsets)

@@ -54,6 +54,12 @@ def start(
     return run_world(MAIN, ranks=ranks, launcher=launcher, args=[str(config), *overrides], timeout_s=timeout_s)
 
 
+def start_each(*runs: Sequence[str], timeout_s: float = 180.0) -> WorldResult:
+    """Runs of one rank in one process, each with its command line (file, overrides); all must end well."""
+    several = Path(__file__).with_name("several.py")
+    return run_world(several, 1, "single", timeout_s, [json.dumps([list(map(str, run)) for run in runs])]).check()
+
+
 def metrics(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run / "metrics.jsonl").read_text().split("\n") if line]
 

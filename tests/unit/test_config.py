@@ -59,6 +59,19 @@ def test_inheritance_goes_through_files_relative_to_each_other(tmp_path, good):
         load_config(child)
 
 
+def test_further_files_and_values_are_laid_over_in_order(tmp_path, good):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text("train: {steps: 3, prompts_per_step: 4}\n")
+    config = load_config(good, ["train.steps=5", "train.samples_per_prompt=2", str(recipe), "train.prompts_per_step=6"])
+    train = config.train
+    assert (train.steps, train.prompts_per_step, train.samples_per_prompt) == (3, 6, 2)
+    recipe.write_text("train: {stepz: 3}\n")
+    with pytest.raises(UserError, match=r"recipe.yaml: unknown key train.stepz"):
+        load_config(good, [str(recipe)])
+    with pytest.raises(UserError, match=r"none.yaml: No such file"):
+        load_config(good, [str(tmp_path / "none.yaml")])
+
+
 def test_what_is_written_reads_back_equal(tmp_path, good):
     config = load_config(good, ["train.steps=5", "data.train.0.system_prompt='数字だけ 🙂'"])
     (tmp_path / "written.yaml").write_text(to_yaml(config))

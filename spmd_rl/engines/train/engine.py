@@ -193,13 +193,15 @@ class ModelEngine(Generic[TermsT]):
             return {}
         drop_gathered(self._network)
         frozen = self._frozen()
-        return {
+        state = {
             "model": {name: t for name, t in get_model_state_dict(self._model).items() if name not in frozen},
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
             "schedule": self._schedule.state_dict(),
             "version": self.version,
             "skipped": self.skipped,
         }
+        self._forget_step_of_nothing()
+        return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Takes what `state_dict` gave and a checkpoint filled."""
@@ -210,6 +212,12 @@ class ModelEngine(Generic[TermsT]):
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
         self._schedule.load_state_dict(state["schedule"])
         self.version, self.skipped = int(state["version"]), int(state["skipped"])
+        self._forget_step_of_nothing()
+
+    def _forget_step_of_nothing(self) -> None:
+        """Before the first real step torch fills the optimizer's state by one with gradient 0, which would count."""
+        if self.version == self.skipped:
+            self._optimizer.state.clear()
 
     def _frozen(self) -> set[str]:
         return {name for name, p in self._model.named_parameters(remove_duplicate=False) if not p.requires_grad}

@@ -1,0 +1,123 @@
+"""Dynamic sampling: steps of groups that teach, on any number of ranks, over a stop and a new start (case D2)."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+from tests.integration.program import metrics, samples, start, start_each, tiny_config
+from tests.tiny_model import make_tiny_model
+
+# About half of the groups have equal rewards, by a rule of the prompt that no weights change.
+REWARDS = """
+def rare(prompt, response, row):
+    if hash_of(row["question"]) % 5 < 3:
+        return 0.25
+    return sum(ord(c) % 7 for c in response) / (1 + len(response))
+
+def constant(prompt, response, row):
+    return 1.0
+
+def hash_of(text):
+    return sum(map(ord, text))
+"""
+DYNAMIC = {"dynamic_sampling": True, "loss": "decoupled_ppo", "dynamic_sampling_tries": 6}
+SIZES = {"prompts_per_step": 4, "samples_per_prompt": 3, "steps": 4, "updates_per_step": 2}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    return make_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def config_in(folder, model, reward="rare", algorithm=(), **train):
+    path = tiny_config(
+        folder,
+        model,
+        algorithm={**DYNAMIC, **dict(algorithm)},
+        train={**SIZES, "tokens_per_microbatch": 300, "optimizer": {"lr": 1e-3}, **train},
+        reward={"functions": [{"function": f"{folder / 'dynamic_rewards.py'}:{reward}"}], "workers": 0},
+        checkpoint={"every": 1, "keep": 0, "export": False},
+    )
+    (folder / "dynamic_rewards.py").write_text(REWARDS)
+    return path
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory, model):
+    """Single-process runs: of four steps; one to the end of its ten prompts."""
+    whole, short = tmp_path_factory.mktemp("alone"), tmp_path_factory.mktemp("short")
+    few = config_in(short, model, steps=9)
+    start_each([config_in(whole, model)], [few, "data.epochs=1", "data.train[0].size=10"])
+    return whole / "run", short / "run"
+
+
+def test_every_step_has_the_wanted_groups_and_each_of_them_teaches(alone):
+    alone, _ = alone
+    groups = Counter(id[:2] for id in samples(alone))
+    assert set(groups.values()) == {3}  # whole groups, each once
+    rewards: dict[tuple[int, tuple[int, ...]], set[float]] = {}
+    for id, (step, _, reward) in samples(alone).items():
+        rewards.setdefault((step, id[:2]), set()).add(reward)
+    assert Counter(step for step, _ in rewards) == {1: 4, 2: 4, 3: 4, 4: 4}
+    assert all(len(values) > 1 for values in rewards.values())
+    lines = metrics(alone)
+    assert max(line["dynamic/rounds"] for line in lines) > 1
+    drawn = sum(line["samples"] for line in lines)
+    kept = sum(line["dynamic/kept_fraction"] * line["samples"] for line in lines)
+    # Nothing accepted is lost: it is trained on, or waits.
+    assert kept == pytest.approx(4 * 4 * 3 + 3 * lines[-1]["dynamic/waiting"])
+    assert 0.2 < kept / drawn < 0.8
+    assert any(line["dynamic/waiting"] for line in lines[:-1])
+    assert all(line["reward/zero_variance_fraction"] == 0 for line in lines)
+    assert {"time/experience", "time/experience/rollout", "time/experience/reward"} <= set(lines[0])
+
+
+def same(ours, theirs):
+    assert samples(ours) == samples(theirs)
+    for mine, other in zip(metrics(ours), metrics(theirs), strict=True):
+        for name in (
+            *("loss/policy", "grad_norm", "reward/mean", "ratio/max", "samples", "dynamic/rounds", "dynamic/waiting"),
+            *("dynamic/kept_fraction", "correction/weight_mean", "mismatch/kl"),
+        ):
+            assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (name, mine["step"])
+
+
+def test_the_world_size_changes_nothing_also_over_a_resume(tmp_path, model, alone):
+    """Three ranks stop after a step that left groups waiting; two go on with them."""
+    alone, _ = alone
+    waiting = next(line["step"] for line in metrics(alone)[:-1] if line["dynamic/waiting"])
+    config = config_in(tmp_path, model)
+    start(config, f"train.steps={waiting}", ranks=3).check()
+    start(config, ranks=2).check()
+    same(tmp_path / "run", alone)
+
+
+def test_d2_a_reward_that_is_always_equal_stops_with_what_to_do(tmp_path, model):
+    done = start(config_in(tmp_path, model, "constant", {"dynamic_sampling_tries": 2}), launcher="single")
+    assert done.returncode != 0
+    assert "after 2 rounds of 4 prompts, 0 of the 4 groups wanted have rewards that differ" in done.stderr
+    assert "the rewards lie between 1 and 1" in done.stderr and "start again for further rounds" in done.stderr
+
+
+def test_d2_groups_accepted_before_the_stop_are_kept(tmp_path, model, alone):
+    """The run goes on with them: its steps are those of the run that had as many rounds as it needed."""
+    alone, _ = alone
+    done = start(config_in(tmp_path, model, algorithm={"dynamic_sampling_tries": 1}), launcher="single")
+    assert done.returncode == 2 and "of the 4 groups wanted have rewards that differ" in done.stderr, done.stderr
+    last = max(step for step, _, _ in samples(tmp_path / "run").values())
+    kept = [id for id, (step, _, _) in samples(tmp_path / "run").items() if step == last]
+    assert 0 < len(kept) < 4 * 3 and len(metrics(tmp_path / "run")) == last - 1  # on record; the step itself is not
+    start(config_in(tmp_path, model), launcher="single").check()
+    assert samples(tmp_path / "run") == samples(alone)
+    assert metrics(tmp_path / "run")[-1]["loss/policy"] == pytest.approx(metrics(alone)[-1]["loss/policy"], abs=1e-6)
+
+
+def test_prompts_that_end_first_give_a_smaller_last_step(alone):
+    _, short = alone
+    lines = metrics(short)
+    assert lines[-1]["dynamic/waiting"] == 0
+    accepted = sum(line["dynamic/kept_fraction"] * line["samples"] for line in lines)
+    assert len(samples(short)) == pytest.approx(accepted)
+    assert sum(line["samples"] for line in lines) == 10 * 3
