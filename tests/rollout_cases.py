@@ -10,11 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM
+from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from spmd_rl.engines.protocol import Completion, Request, Sampling
-from spmd_rl.engines.rollout.draw import processed_logprobs
-from spmd_rl.engines.rollout.seeds import sample_seed
+from spmd_rl.engines.rollout.draw import draw_tokens, processed_logprobs
+from spmd_rl.engines.rollout.seeds import sample_seed, uniform
 from tests.tiny_model import make_tiny_model
 
 logging.disable_progress_bar()  # of the reference models: what else appears on stderr is looked at
@@ -65,6 +66,24 @@ def reference_logprobs(folder: Path, requests: Sequence[Request], done: Sequence
         logprobs_RV.gather(-1, torch.tensor(completion.tokens)[:, None])[:, 0]
         for logprobs_RV, completion in zip(distributions, done, strict=True)
     ]
+
+
+def drawn_by_hand(request: Request, folders: Sequence[Path], versions: Sequence[int], keep_cache: bool) -> list[int]:
+    """The tokens of a response whose token i is drawn by `versions[i]`, one forward pass per token.
+
+    Keys and values are those of all weights that the sequence has met (keep_cache), or of the last ones alone.
+    """
+    models = [AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval() for folder in folders]
+    context, cache = list(request.prompt), DynamicCache()
+    for position, version in enumerate(versions):
+        if not keep_cache:
+            cache = DynamicCache()
+        new = context[cache.get_seq_length() :]
+        with torch.no_grad():
+            logits = models[version](torch.tensor([new]), past_key_values=cache, use_cache=True).logits[:, -1]
+        logprobs = processed_logprobs(logits, [request.sampling])
+        context.append(int(draw_tokens(logprobs, [request.sampling], [uniform(request.seed, position)])))
+    return context[len(request.prompt) :]
 
 
 def state(folder: Path) -> dict[str, Tensor]:

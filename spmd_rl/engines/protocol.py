@@ -27,24 +27,31 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Request:
-    """One response to draw. `seed` depends on the sample's identity alone, never on rank or batch."""
+    """One response to draw. `seed` depends on the sample's identity alone, never on rank or batch.
+
+    begun: an aborted completion of this request to go on from: its tokens, log-probabilities and versions are kept,
+    and count in `sampling.max_tokens`.
+    """
 
     id: SampleId
     prompt: tuple[int, ...]
     sampling: Sampling
     seed: int
+    begun: Completion | None = None
 
 
 @dataclass(frozen=True)
 class Completion:
-    """A finished response. tokens: with the end token where one was drawn; logprobs: one natural logarithm per
-    token, at the sampling temperature; version: of the weights that drew it."""
+    """A response, finished or aborted. tokens: with the end token where one was drawn; logprobs: one natural
+    logarithm per token, at the sampling temperature; version: of the weights that drew the first token; versions: of
+    all tokens, as (version, number of tokens) runs."""
 
     id: SampleId
     tokens: list[int]
     logprobs: list[float]
     finish: Finish
     version: int
+    versions: tuple[tuple[int, int], ...]
 
 
 class RolloutEngine(Protocol):
@@ -69,6 +76,25 @@ class RolloutEngine(Protocol):
     def wake(self) -> None: ...
 
     def close(self) -> None: ...
+
+
+class InterruptibleEngine(RolloutEngine, Protocol):
+    """One whose requests may be under way when weights change, or be taken out and go on later."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, keep_cache: bool = False) -> None:
+        """Replace all weights, between two calls of `step`. Running requests go on with the new ones.
+
+        What was cached with the old ones is dropped and computed anew. keep_cache: running requests keep the keys and
+        values of their own tokens; new requests never see old ones.
+        """
+        ...
+
+    def abort(self, ids: Sequence[SampleId] | None = None) -> list[Completion]:
+        """Take unfinished requests out (all, unless `ids` names some), in the order of their submission.
+
+        Each comes as a completion with `Finish.ABORTED` and what was drawn so far, to go on from as `Request.begun`.
+        """
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Scripted:
         self.open.remove(ready[-1])
         if ready[-1].id[2] in self.lost:
             return []
-        return [Completion(ready[-1].id, [ready[-1].id[2]], [float("nan")], Finish.STOP, 3)]
+        return [Completion(ready[-1].id, [ready[-1].id[2]], [float("nan")], Finish.STOP, 3, ((3, 1),))]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None: ...
 

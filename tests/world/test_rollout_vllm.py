@@ -22,7 +22,8 @@ from spmd_rl.data.batch import Finish
 from spmd_rl.engines.protocol import Completion, Request, RolloutEngine, Sampling
 from spmd_rl.engines.rollout.build import build_rollout
 from spmd_rl.engines.rollout.generate import generate
-from tests.rollout_cases import END, make_model, make_requests, reference_logprobs, state
+from spmd_rl.engines.rollout.versions import each_version
+from tests.rollout_cases import END, drawn_by_hand, make_model, make_requests, reference_logprobs, state
 from tests.world.harness import run_world
 
 SAMPLINGS = {
@@ -91,6 +92,8 @@ def exercise(world: World, folder: str, other: str) -> dict[str, Any]:
     tokenizer = AutoTokenizer.from_pretrained(folder)
     result["stop"] = _stop_strings(engine, tokenizer)
     result["update"] = _update(engine, old, new)
+    result["kept"] = _kept(engine, old, new)
+    result["partial"] = _partial(engine, old, new)
     result["too long"] = _message(lambda: engine.submit(make_requests(length=200)))
     engine.close()
     result["group alive"] = dist.is_initialized()
@@ -167,6 +170,61 @@ def _update(engine: RolloutEngine, old: Path, new: Path) -> dict[str, Any]:
     result["nan"] = plain(generate(engine, make_requests(), deadline_s=60))
     engine.load_weights(state(old).items(), version=8)
     result["old again"] = plain(generate(engine, _update_requests(), deadline_s=60))
+    return result
+
+
+def _kept(engine: Any, old: Path, new: Path) -> dict[str, Any]:
+    """As `_update`, but the running requests keep their cache."""
+    engine.submit(_update_requests())
+    done = [completion for _ in range(6) for completion in engine.step()]
+    engine.load_weights(state(new).items(), version=9, keep_cache=True)
+    engine.submit([replace(request, id=(0, request.id[1], 50)) for request in _update_requests()])
+    while engine.unfinished():
+        done += engine.step()
+    done.sort(key=lambda completion: completion.id)
+    prompts = {request.id: request for request in _update_requests()}
+    across = [completion for completion in done if completion.id[2] != 50 and len(completion.versions) == 2]
+    by_hand = [
+        drawn_by_hand(prompts[c.id], [old, new], [int(v == 9) for v in each_version(c.versions)], keep_cache=True)
+        for c in across
+    ]
+    beside = [completion for completion in done if completion.id[2] == 50]
+    return {"across": plain(across), "by hand": by_hand, "beside": plain(beside)}
+
+
+def _partial(engine: Any, old: Path, new: Path) -> dict[str, Any]:
+    """Requests are taken out: running ones, those that wait for their group's first, those that wait for a slot."""
+    engine.load_weights(state(old).items(), version=10)
+    requests = make_requests(prompts=8, samples=3)
+    engine.submit(requests)
+    ended = [completion for _ in range(5) for completion in engine.step()]
+    first = engine.abort([request.id for request in requests[::2]])
+    ended += engine.step()
+    first += engine.abort()
+    left = engine.unfinished()
+    begun = {completion.id: completion for completion in first}
+    again = [replace(request, begun=begun[request.id]) for request in requests if request.id in begun]
+    same = generate(engine, again, deadline_s=60)
+    by_id = {completion.id: completion for completion in (*ended, *same)}
+    result = {
+        "lengths": sorted(len(completion.tokens) for completion in first),
+        "finishes": sorted({completion.finish.name for completion in first}),
+        "left": left,
+        "kept": [by_id[c.id].tokens[: len(c.tokens)] == c.tokens for c in first],
+        "difference": difference(old, requests, [by_id[request.id] for request in requests]),
+        "versions": [completion.versions for completion in by_id.values()],
+        "longest": max(len(completion.tokens) for completion in by_id.values()),
+    }
+    engine.submit(_update_requests())
+    for _ in range(6):
+        engine.step()
+    greedy = {completion.id: completion for completion in engine.abort()}
+    engine.load_weights(state(new).items(), version=11)
+    again = [replace(request, begun=greedy[request.id]) for request in _update_requests() if request.id in greedy]
+    result["next version"] = plain(generate(engine, again, deadline_s=60))
+    result["next versions"] = [completion.versions[0] for completion in greedy.values()]
+    stop = Sampling(max_tokens=24, stop=("x",))
+    result["stop"] = _message(lambda: engine.submit([replace(again[0], sampling=stop)]))
     return result
 
 
@@ -264,6 +322,24 @@ def test_running_requests_go_on_with_the_new_weights(results: dict[str, Any]):
     assert [t[:6] for t in tokens(update["begun"])] == [old[tuple(done["id"])][:6] for done in update["begun"]]
     assert [t[6:] for t in tokens(update["begun"])] == results["fresh continued"]
     assert {completion["version"] for completion in update["begun"]} == {0}
+
+
+def test_running_requests_may_keep_their_cache(results: dict[str, Any]):
+    """And requests that begin after the update see nothing of it, though their prompts are the same."""
+    assert len(results["kept"]["across"]) >= 4
+    assert tokens(results["kept"]["across"]) == results["kept"]["by hand"]
+    assert tokens(results["kept"]["beside"]) == tokens(results["fresh greedy"])
+
+
+def test_aborted_requests_go_on(results: dict[str, Any]):
+    partial = results["partial"]
+    assert partial["left"] == 0 and partial["finishes"] == ["ABORTED"] and all(partial["kept"])
+    assert partial["lengths"][0] == 0 and partial["lengths"][-1] >= 5
+    assert partial["difference"] < 2e-4 and partial["longest"] == 20
+    assert all(len(runs) == 1 and runs[0][0] == 10 for runs in partial["versions"])
+    assert partial["next versions"] == [[10, 6]] * len(results["update"]["begun"])
+    assert tokens(partial["next version"]) == tokens(results["update"]["begun"])
+    assert "vLLM cannot go on with a response that has stop strings" in partial["stop"]
 
 
 def test_missing_weights_are_named(results: dict[str, Any]):

@@ -8,6 +8,7 @@ from typing import Any
 
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
+from spmd_rl.data.batch import Finish
 from spmd_rl.engines.protocol import Request, Sampling
 
 
@@ -87,4 +88,13 @@ def check_request(request: Request, max_model_tokens: int) -> None:
         raise ValueError(
             f"sample {request.id}: {len(request.prompt)} prompt tokens and {request.sampling.max_tokens} of response "
             f"are {wanted}, but the engine holds {max_model_tokens}"
+        )
+    begun = request.begun
+    if begun is None:
+        return
+    if begun.id != request.id or begun.finish != Finish.ABORTED:
+        raise ValueError(f"sample {request.id} cannot go on from sample {begun.id}, which ended by {begun.finish.name}")
+    if len(begun.tokens) >= request.sampling.max_tokens:
+        raise ValueError(
+            f"sample {request.id} has {len(begun.tokens)} tokens already, of max_tokens={request.sampling.max_tokens}"
         )

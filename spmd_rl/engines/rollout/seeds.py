@@ -19,3 +19,9 @@ def uniform(seed: int, position: int) -> float:
     """The random number in [0, 1), of 53 bits, that draws token `position` of the response with this seed."""
     digest = blake2b(struct.pack("<QQ", seed, position), digest_size=8).digest()
     return (int.from_bytes(digest, "little") >> 11) * 2.0**-53
+
+
+def continued_seed(seed: int, position: int) -> int:
+    """63-bit seed for the rest of a response, from token `position` on, in an engine that counts from the seed."""
+    digest = blake2b(struct.pack("<QQ", seed, position), digest_size=8, person=b"continued").digest()
+    return int.from_bytes(digest, "little") >> 1

@@ -19,22 +19,32 @@ from transformers.cache_utils import DynamicCache
 from transformers.utils import logging
 
 from spmd_rl.config.errors import UserError
-from spmd_rl.engines.protocol import Completion, Request
+from spmd_rl.data.batch import Finish
+from spmd_rl.engines.protocol import Completion, Request, SampleId
 from spmd_rl.engines.rollout.draw import draw_tokens, processed_logprobs
 from spmd_rl.engines.rollout.sampling import check_request
 from spmd_rl.engines.rollout.seeds import uniform
 from spmd_rl.engines.rollout.slot_cache import SlotCache
 from spmd_rl.engines.rollout.stopping import finish_of
+from spmd_rl.engines.rollout.versions import Versions, first_version
 
 
 @dataclass
 class _Sequence:
-    """A request with what was drawn so far; version: of the weights that drew its first token."""
+    """A request with what was drawn so far."""
 
     request: Request
+    number: int  # in the order of submission
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
-    version: int = 0
+    versions: Versions = field(default_factory=Versions)
+
+    @classmethod
+    def of(cls, request: Request, number: int) -> _Sequence:
+        begun = request.begun
+        if begun is None:
+            return cls(request, number)
+        return cls(request, number, list(begun.tokens), list(begun.logprobs), Versions(begun.versions))
 
     def context(self) -> tuple[int, ...]:
         return (*self.request.prompt, *self.tokens)
@@ -42,9 +52,15 @@ class _Sequence:
     def most_tokens(self) -> int:
         return len(self.request.prompt) + self.request.sampling.max_tokens
 
+    def completion(self, finish: Finish, version: int) -> Completion:
+        """version: of the weights now."""
+        runs = self.versions.upto(len(self.tokens), version)
+        first = first_version(runs, version)
+        return Completion(self.request.id, self.tokens, self.logprobs, finish, first, runs)
+
 
 class TransformersEngine:
-    """Continuous batching over at most `max_sequences` sequences; a `RolloutEngine` of one rank.
+    """Continuous batching over at most `max_sequences` sequences; an `InterruptibleEngine` of one rank.
 
     path: folder in Hugging Face format; dtype: of the weights and the cache; end: ids that end a response.
     Raises UserError for a model whose cache is not made of keys and values of all earlier tokens.
@@ -70,6 +86,7 @@ class TransformersEngine:
         self.max_sequences = max_sequences
         self.max_model_tokens = max_model_tokens
         self.version = 0
+        self._submitted = 0
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []  # by slot
         self._cache = SlotCache()
@@ -78,7 +95,9 @@ class TransformersEngine:
         """Raises ValueError for a request that does not fit into `max_model_tokens`."""
         for request in requests:
             check_request(request, self.max_model_tokens)
-        self._waiting.extend(_Sequence(request) for request in requests)
+        for request in requests:
+            self._waiting.append(_Sequence.of(request, self._submitted))
+            self._submitted += 1
 
     def unfinished(self) -> int:
         return len(self._waiting) + len(self._running)
@@ -96,16 +115,15 @@ class TransformersEngine:
         token_B = draw_tokens(logprobs_BV, samplings, uniforms)
         logprob_B = logprobs_BV.gather(-1, token_B[:, None])[:, 0]
         for sequence, token, logprob in zip(self._running, token_B.tolist(), logprob_B.tolist(), strict=True):
-            if not sequence.tokens:
-                sequence.version = self.version
             sequence.tokens.append(token)
             sequence.logprobs.append(logprob)
         return self._collect()
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, keep_cache: bool = False) -> None:
         """Copy into the model in place. Names are those of the model's parameters; all must come.
 
-        Sequences that are running go on with the new weights: their keys and values are computed anew.
+        Sequences that are running go on with the new weights: their keys and values are computed anew, or with
+        `keep_cache` left as they are.
         """
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         missing = {id(parameter): name for name, parameter in self.model.named_parameters()}
@@ -121,10 +139,26 @@ class TransformersEngine:
         if missing:
             some = ", ".join(sorted(missing.values())[:3])
             raise ValueError(f"weights of version {version}: {len(missing)} parameters were not sent, e.g. {some}")
+        for sequence in (*self._running, *self._waiting):
+            sequence.versions.upto(len(sequence.tokens), self.version)
         self.version = version
-        self._waiting.extendleft(reversed(self._running))
-        self._running.clear()
-        self._cache.clear()
+        if not keep_cache:
+            self._waiting.extendleft(reversed(self._running))
+            self._running.clear()
+            self._cache.clear()
+
+    @torch.inference_mode()
+    def abort(self, ids: Sequence[SampleId] | None = None) -> list[Completion]:
+        """See `InterruptibleEngine`. In float32, going on gives what would have come without the interruption."""
+        chosen = None if ids is None else set(ids)
+        ended = [s for s in (*self._running, *self._waiting) if chosen is None or s.request.id in chosen]
+        gone = {id(sequence) for sequence in ended}
+        self._waiting = deque(sequence for sequence in self._waiting if id(sequence) not in gone)
+        for slot in reversed(range(len(self._running))):
+            if id(self._running[slot]) in gone:
+                self._take_out(slot)
+        ended.sort(key=lambda sequence: sequence.number)
+        return [sequence.completion(Finish.ABORTED, self.version) for sequence in ended]
 
     def sleep(self) -> None:
         """Give the cache's memory back; only between calls of `generate`."""
@@ -186,11 +220,15 @@ class TransformersEngine:
             finish = finish_of(sequence.tokens, sequence.request.sampling, self.end, self.tokenizer)
             if finish is None:
                 continue
-            done.append(Completion(sequence.request.id, sequence.tokens, sequence.logprobs, finish, sequence.version))
-            self._cache.remove(slot)
-            self._running[slot] = self._running[-1]
-            self._running.pop()
+            done.append(sequence.completion(finish, self.version))
+            self._take_out(slot)
         return done
+
+    def _take_out(self, slot: int) -> None:
+        """The last sequence moves into the slot."""
+        self._cache.remove(slot)
+        self._running[slot] = self._running[-1]
+        self._running.pop()
 
 
 def _check_attention(config: Any, max_model_tokens: int) -> None:

@@ -1,31 +1,34 @@
-"""Rollout with vLLM in this process. The only modules that import vllm are this one and vllm_process.py, lazily."""
+"""Rollout with vLLM in this process. The only modules that import vllm are called vllm_*, and do it lazily."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from math import isfinite
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import RolloutConfig
 from spmd_rl.data.batch import Finish
-from spmd_rl.engines.protocol import Completion, Request, Sampling
+from spmd_rl.engines.protocol import Completion, Request, SampleId, Sampling
 from spmd_rl.engines.rollout.sampling import check_request
-from spmd_rl.engines.rollout.vllm_process import contained, executor_class, prepare_environment, release
+from spmd_rl.engines.rollout.seeds import continued_seed
+from spmd_rl.engines.rollout.versions import Versions, first_version
+from spmd_rl.engines.rollout.vllm_process import contained, prepare_environment, release
+from spmd_rl.engines.rollout.vllm_start import start
 
 FINISH = {"stop": Finish.STOP, "length": Finish.LENGTH, "abort": Finish.ABORTED}
 LEAST_TEMPERATURE = 0.01  # vLLM silently raises smaller ones to this
 
 
 class VllmEngine:
-    """A `RolloutEngine`: this rank's part of the vLLM engine of its tensor-parallel group.
+    """An `InterruptibleEngine`: this rank's part of the vLLM engine of its tensor-parallel group.
 
     Collective over all ranks of the world, which must be consecutive groups of `rollout.tensor_parallel` ranks; each
     group then draws its own requests. The default process group must exist. path: folder in Hugging Face format;
@@ -44,7 +47,7 @@ class VllmEngine:
         self.version = 0
         self._on_cuda = world.device.type == "cuda"
         self._enforce_eager = rollout.enforce_eager
-        self._open: dict[str, tuple[Request, int]] = {}  # vLLM's id → request, version at its submission
+        self._open: dict[str, _Open] = {}  # by our name
         self._submitted = 0
         self._held: deque[str] = deque()  # not handed to vLLM yet, in their order
         self._followers: list[str] = []  # their group's first sample computes the prompt in the step under way
@@ -53,18 +56,21 @@ class VllmEngine:
         self._poisoned = False  # a NaN was computed, so the KV cache may hold some
         prepare_environment()
         with contained(world.device):
-            self._engine = _start(path, rollout, world, max_model_tokens)
+            self._engine = start(path, rollout, world, max_model_tokens)
         self._shares_prompts = self._engine.vllm_config.kv_transfer_config is not None
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """Raises ValueError for a request that does not fit into `max_model_tokens`."""
+        """Raises ValueError for a request that does not fit into `max_model_tokens`, and for one with stop strings
+        that goes on from another: vLLM would not see a string that begins in the tokens before."""
         for request in requests:
             check_request(request, self.max_model_tokens)
+            if request.begun and request.sampling.stop:
+                raise ValueError(f"sample {request.id}: vLLM cannot go on with a response that has stop strings")
         self.wake()
         for request in requests:
             name = str(self._submitted)
             self._submitted += 1
-            self._open[name] = (request, self.version)
+            self._open[name] = _Open(request)
             self._held.append(name)
 
     def unfinished(self) -> int:
@@ -77,14 +83,30 @@ class VllmEngine:
         self._feed()
         with torch.random.fork_rng(devices=[]), self._without_compilation():
             outputs = self._engine.step()
-        return [self._completion(output) for output in outputs if output.finished]
+        return [self._completion(self._open.pop(output.request_id), output) for output in outputs if output.finished]
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def abort(self, ids: Sequence[SampleId] | None = None) -> list[Completion]:
+        """See `InterruptibleEngine`. What goes on from the completion draws by a seed of its own."""
+        chosen = None if ids is None else set(ids)
+        names = [name for name, opened in self._open.items() if chosen is None or opened.request.id in chosen]
+        ended = []
+        for name in names:
+            opened = self._open.pop(name)
+            output = None if opened.inside is None else _so_far(self._engine, opened.inside)
+            ended.append(self._completion(opened, output))
+        self._engine.abort_request(names)
+        gone = set(names)
+        self._held = deque(name for name in self._held if name not in gone)
+        self._followers = [name for name in self._followers if name not in gone]
+        return ended
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, keep_cache: bool = False) -> None:
         """Replace all weights; names and shapes are those of the Hugging Face checkpoint.
 
         Goes through vLLM's layer-wise reload, because on the CPU the linear weights were repacked at the start and
-        are not there to be written to; a layer is processed when its last tensor has come. The prefix cache is
-        emptied, and requests that are running go on with the new weights: their keys and values are computed anew.
+        are not there to be written to; a layer is processed when its last tensor has come. Requests that are running
+        go on with the new weights: their keys and values are computed anew, unless `keep_cache` (or a NaN among
+        them) says otherwise. Prefixes are shared only by requests that begin under one version (see `_add`).
         """
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -104,7 +126,14 @@ class VllmEngine:
             some = ", ".join(missing[:3])
             raise ValueError(f"weights of version {version}: {len(missing)} parameters were not sent, e.g. {some}")
         self._names = names
-        self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        for opened in self._open.values():
+            if opened.inside is not None:
+                opened.versions.upto(opened.begun + _tokens_so_far(self._engine, opened.inside), self.version)
+        if keep_cache and not self._poisoned:
+            if self._shares_prompts:
+                self._engine.engine_core.engine_core.scheduler.reset_connector_cache()
+        else:
+            self._engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
         if self._poisoned:
             # Free columns of a block have weight 0 in attention, but 0 times NaN is NaN: requests would inherit it.
             for cache in runner.kv_caches:
@@ -147,7 +176,7 @@ class VllmEngine:
         leading: set[tuple[int, ...]] = set()
         for _ in range(min(free, len(self._held))):
             name = self._held.popleft()
-            prompt = self._open[name][0].prompt
+            prompt = self._open[name].context()
             if self._shares_prompts and prompt in leading:
                 self._followers.append(name)
             else:
@@ -155,9 +184,14 @@ class VllmEngine:
                 self._add(name)
 
     def _add(self, name: str) -> None:
-        request, _ = self._open[name]
-        prompt = {"prompt_token_ids": list(request.prompt)}
-        self._engine.add_request(name, prompt, self._parameters(request.sampling, request.seed))
+        opened = self._open[name]
+        sampling, seed = opened.request.sampling, opened.request.seed
+        if opened.begun:
+            sampling = replace(sampling, max_tokens=sampling.max_tokens - opened.begun)
+            seed = continued_seed(seed, opened.begun)
+        # The salt keeps a request from taking over what another one computed under older weights.
+        prompt = {"prompt_token_ids": list(opened.context()), "cache_salt": f"version {self.version}"}
+        opened.inside = self._engine.add_request(name, prompt, self._parameters(sampling, seed))
 
     def _parameters(self, sampling: Sampling, seed: int) -> Any:
         """vLLM's SamplingParams with every parameter said that could come from elsewhere."""
@@ -192,72 +226,48 @@ class VllmEngine:
         eager = self._enforce_eager and not self._on_cuda
         return torch.compiler.set_stance("force_eager") if eager else nullcontext()
 
-    def _completion(self, output: Any) -> Completion:
-        request, version = self._open.pop(output.request_id)
-        response = output.outputs[0]
-        if response.finish_reason not in FINISH:
-            raise RuntimeError(f"sample {request.id}: vLLM ended it with {response.finish_reason!r}")
-        tokens, logprobs = list(response.token_ids), list(response.logprobs.logprobs)
+    def _completion(self, opened: _Open, output: Any) -> Completion:
+        """output: vLLM's, of a request that has ended; None for one that it was never given."""
+        request, begun = opened.request, opened.request.begun
+        tokens, logprobs = ([], []) if begun is None else (list(begun.tokens), list(begun.logprobs))
+        finish = Finish.ABORTED
+        if output is not None:
+            response = output.outputs[0]
+            if response.finish_reason not in FINISH:
+                raise RuntimeError(f"sample {request.id}: vLLM ended it with {response.finish_reason!r}")
+            finish = FINISH[response.finish_reason]
+            tokens += response.token_ids
+            logprobs += response.logprobs.logprobs
         if len(tokens) != len(logprobs):
             raise RuntimeError(f"sample {request.id}: {len(tokens)} tokens, but {len(logprobs)} log-probabilities")
         self._poisoned |= not all(map(isfinite, logprobs))
-        return Completion(request.id, tokens, logprobs, FINISH[response.finish_reason], version)
+        runs = opened.versions.upto(len(tokens), self.version)
+        return Completion(request.id, tokens, logprobs, finish, first_version(runs, self.version), runs)
 
 
-def _start(path: str, rollout: RolloutConfig, world: World, max_model_tokens: int) -> Any:
-    from vllm.config import KVTransferConfig
-    from vllm.engine.arg_utils import EngineArgs
-    from vllm.v1.engine.llm_engine import LLMEngine
+class _Open:
+    """A request under way. begun: tokens that it came with; inside: vLLM's name for it, once it was handed over."""
 
-    timeout_s = max(1, int(world.timeout_s))
-    arguments: dict[str, Any] = {
-        "model": path,
-        "dtype": rollout.dtype,
-        "seed": 0,
-        "tensor_parallel_size": rollout.tensor_parallel,
-        "distributed_executor_backend": "external_launcher",
-        "distributed_timeout_seconds": timeout_s,
-        "cpu_distributed_timeout_seconds": timeout_s,
-        "max_model_len": max_model_tokens,
-        "max_num_seqs": rollout.max_sequences,
-        "enable_prefix_caching": rollout.prefix_caching,
-        "enforce_eager": rollout.enforce_eager,
-        "generation_config": "vllm",
-        "logprobs_mode": "processed_logprobs",
-        "async_scheduling": False,  # no step may be under way when weights change
-        "disable_log_stats": True,
-        "use_tqdm_on_load": False,
-    }
-    if world.device.type == "cuda":
-        arguments["gpu_memory_utilization"] = rollout.gpu_memory_fraction
-        arguments["enable_sleep_mode"] = True
-    else:
-        arguments["kv_cache_memory_bytes"] = int(rollout.kv_cache_gib * 2**30)
-        # Prefixes are shared in whole blocks; 32 tokens is the smallest block that the CPU kernels take.
-        arguments["block_size"] = 32
-        # vLLM takes back the random number of a prefill chunk through a generator offset, which CPUs do not have.
-        arguments["enable_chunked_prefill"] = False
-        arguments["max_num_batched_tokens"] = max(4096, max_model_tokens)
-        if rollout.prefix_caching and _plain_attention(path):
-            arguments["kv_transfer_config"] = KVTransferConfig(
-                kv_connector="GroupPrefixConnector",
-                kv_connector_module_path="spmd_rl.engines.rollout.vllm_group_prefix",
-                kv_role="kv_both",
-            )
-    vllm_config = EngineArgs(**arguments).create_engine_config()
-    engine = LLMEngine(
-        vllm_config=vllm_config, executor_class=executor_class(world), log_stats=False, multiprocess_mode=False
-    )
-    engine.engine_core._finalizer.detach()  # it would destroy the default process group; see `release`
-    return engine
+    def __init__(self, request: Request) -> None:
+        self.request = request
+        self.inside: str | None = None
+        self.begun = len(request.begun.tokens) if request.begun else 0
+        self.versions = Versions(request.begun.versions if request.begun else ())
+
+    def context(self) -> tuple[int, ...]:
+        """The prompt, and what was drawn before this engine was given the request."""
+        return (*self.request.prompt, *(self.request.begun.tokens if self.request.begun else ()))
 
 
-def _plain_attention(path: str) -> bool:
-    """Whether every layer keeps keys and values of all earlier tokens, so that blocks of the cache can be copied."""
-    described = AutoConfig.from_pretrained(path).get_text_config()
-    kinds = set(getattr(described, "layer_types", None) or ["full_attention"])
-    windows = getattr(described, "sliding_window", None) is not None and kinds != {"full_attention"}
-    return kinds == {"full_attention"} and not windows and not hasattr(described, "kv_lora_rank")
+def _tokens_so_far(engine: Any, inside: str) -> int:
+    return int(engine.output_processor.request_states[inside].detokenizer.num_output_tokens())
+
+
+def _so_far(engine: Any, inside: str) -> Any:
+    """vLLM's output of a request, as if it were aborted now."""
+    from vllm.v1.engine import FinishReason
+
+    return engine.output_processor.request_states[inside].make_request_output([], None, FinishReason.ABORT, None)
 
 
 def _process_tied(model: torch.nn.Module) -> None:
