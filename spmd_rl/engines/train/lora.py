@@ -97,8 +97,11 @@ def merged(weights: Iterable[tuple[str, Tensor]], model: nn.Module) -> Iterator[
             a_RI = tensor
         elif _B in name:
             owner = name.partition(_B)[0]
-            delta_OI = layers[owner].scaling[_ADAPTER] * (tensor.float() @ a_RI.float())
-            yield f"{owner}.weight", base.float() + (delta_OI.T if layers[owner].fan_in_fan_out else delta_OI)
+            thin = (
+                (a_RI.T, tensor.T) if layers[owner].fan_in_fan_out else (tensor, a_RI)
+            )  # a base [in, out] or [out, in]
+            product = [factor.float() for factor in thin]
+            yield f"{owner}.weight", torch.addmm(base.float(), *product, alpha=layers[owner].scaling[_ADAPTER])
         else:
             yield name.replace(_BASE, "."), tensor
 
