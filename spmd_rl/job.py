@@ -42,6 +42,10 @@ from spmd_rl.recipes.evaluate import RECORDED, evaluate, sample_records
 
 def run(config: Config) -> int:
     """Run the whole job on this rank; the exit status."""
+    if config.mode == "async":
+        from spmd_rl.job_async import run_async
+
+        return run_async(config)
     with StopFlag() as stop:  # before anything slow: a queue may take its time back while the ranks still meet
         world = bootstrap(config.comm, config.run.threads)
         with Liveness(world, config.comm) as watch:
@@ -66,6 +70,8 @@ class Job:
     opened: closes the engines and the coordinator in the end, also after an error.
     """
 
+    sampled = "loader"  # the engine beside which samples are recorded
+
     def __init__(
         self,
         config: Config,
@@ -82,6 +88,7 @@ class Job:
             agree(world, "the configuration or the plan", to_yaml(config).encode() + self.plan.digest)
             self.resumed = resolve_resume(self.folder, config.run.resume, run_identity(config), world.control)
         self.done = step_of(self.resumed)
+        self._claimed()
         self.recorder = Recorder(config.observe, world, self.folder, steps=config.train.steps, restored_step=self.done)
         opened.callback(self.recorder.spans.flush)
         if world.rank == 0:
@@ -108,6 +115,7 @@ class Job:
             return
         if self.resumed:
             self._restore(self.resumed)
+        self._begin()
         stopped = self.stop.agreed(self.world)
         if config.eval.at_start and not self.resumed and not stopped:
             self._evaluate()
@@ -132,7 +140,21 @@ class Job:
             if config.eval.at_end and evaluated != self.done:
                 self._evaluate()
             self._finish()
+        self._end()
         self.recorder.close()
+
+    def _claimed(self) -> None:
+        """Once the run folder is this run's."""
+
+    def _begin(self) -> None:
+        """Before the first step: after a resume the rollout engine needs the weights."""
+        if self.resumed:
+            with self.stage("restore", self.done):
+                context = self._context("actor")
+                next(stage for stage in self.graph.order if stage.name == "sync").run(context, Batch.empty())
+
+    def _end(self) -> None:
+        """After the last work, before the report is written."""
 
     @contextmanager
     def stage(self, name: str, step: int) -> Iterator[None]:
@@ -156,7 +178,7 @@ class Job:
     def _step(self, step: int) -> None:
         try:
             with self.recorder.spans("step", step):
-                samples, metrics = self.runner.step(step, keep=RECORDED)
+                samples, metrics = self._train(step)
         except TooFewGroups as stopped:
             self._keep(step, stopped.accepted)
             raise
@@ -174,8 +196,12 @@ class Job:
     def _records(self, step: int, samples: Batch) -> list[SampleRecord]:
         """As many of this rank's samples as are to be recorded."""
         chosen = torch.tensor(self.recorder.choose(samples.ids), dtype=torch.int64)
-        context = replace(self._context("loader"), step=step)
+        context = replace(self._context(self.sampled), step=step)
         return sample_records(context, samples.select(chosen)) if len(chosen) else []
+
+    def _train(self, step: int) -> tuple[Batch, Metrics]:
+        """One step; the samples to record that are this rank's, and its metrics."""
+        return self.runner.step(step, keep=RECORDED)
 
     def _context(self, engine: str) -> Context:
         """As a stage placed like `engine` would see it; for what happens between steps."""
@@ -212,8 +238,6 @@ class Job:
             load_checkpoint(path, states, self.world)
             for name, engine in self._states().items():
                 engine.load_state_dict(states[name])
-            context = self._context("actor")
-            next(stage for stage in self.graph.order if stage.name == "sync").run(context, Batch.empty())
         self.recorder.say(f"resumed from {path} after step {self.done}")
 
     def _refuse_unchanged(self) -> None:

@@ -59,6 +59,8 @@ def dry_run(config: Config, ranks: int) -> str:
     from spmd_rl.graph.plan import make_plan
     from spmd_rl.recipes.contract import check_contract
 
+    if config.mode == "async":
+        return _dry_run_async(config, ranks)
     declared = load_graph(config.run.graph)(config, ranks)
     check_contract(declared)
     check_world(config, ranks)
@@ -68,6 +70,24 @@ def dry_run(config: Config, ranks: int) -> str:
         f"# configuration\n{to_yaml(config)}\n# derived sizes on {ranks} ranks\n{sizes}\n\n"
         f"# graph\n{describe_graph(graph)}\n\n# plan\n{describe_plan(make_plan(graph))}"
     )
+
+
+def _dry_run_async(config: Config, ranks: int) -> str:
+    """The same for both roles."""
+    from spmd_rl.graph.describe import describe_graph, describe_plan
+    from spmd_rl.graph.plan import make_plan
+    from spmd_rl.graph.stage import rank_spans
+    from spmd_rl.job_async import cast
+
+    made = cast(config, ranks)
+    parts = [f"# configuration\n{to_yaml(config)}"]
+    for role, graph in (("train", made.train), ("rollout", made.rollout)):
+        own = made.roles.as_mapping()[role]
+        parts.append(
+            f"# role {role}: ranks {rank_spans(own)}, numbered from 0 below\n{describe_graph(graph)}\n\n"
+            f"{describe_plan(make_plan(graph))}"
+        )
+    return "\n\n".join([*parts, f"# from rollout to train: {', '.join(made.halves.columns)}"])
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -31,6 +31,8 @@ _FREE = (
     "train.shard",
     "eval",
     "checkpoint",
+    "placement",
+    "stream.limit_mib",
     "comm",
     "observe",
 )

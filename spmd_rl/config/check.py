@@ -21,7 +21,13 @@ def check(config: Config) -> None:
     one_of("train.optimizer.schedule", config.train.optimizer.schedule, ("constant", "linear", "cosine"))
     one_of("reward.on_error", config.reward.on_error, ("stop", "exclude"))
     one_of("comm.backend", config.comm.backend, ("auto", "gloo", "nccl"))
+    one_of("mode", config.mode, ("sync", "async"))
+    one_of("stream.on_stale", config.stream.on_stale, ("wait", "drop"))
+    one_of("stream.train_on", config.stream.train_on, ("microbatch", "step"))
+    one_of("stream.swap", config.stream.swap, ("between_groups", "in_flight", "rolling"))
     one_of("comm.transport", config.comm.transport, ("torch", "mpi"))
+    if config.stream.keep_cache and config.stream.swap != "in_flight":
+        raise UserError(f"stream.keep_cache=true needs stream.swap=in_flight, not {config.stream.swap}")
     if len(config.train.optimizer.betas) != 2:
         raise UserError(f"train.optimizer.betas: two numbers are wanted, not {config.train.optimizer.betas}")
     if config.train.updates_per_step > config.train.prompts_per_step:
@@ -131,11 +137,13 @@ def _positive(config: Config) -> None:
         "eval.temperature": (config.eval.temperature, 0),
         "checkpoint.every": (config.checkpoint.every, 0),
         "checkpoint.keep": (config.checkpoint.keep, 0),
+        "stream.staleness": (config.stream.staleness, 0),
         "run.threads": (config.run.threads, 0),
     }
     above_zero = {
         "rollout.temperature": config.rollout.temperature,
         "rollout.kv_cache_gib": config.rollout.kv_cache_gib,
+        "stream.limit_mib": config.stream.limit_mib,
         "reward.timeout_s": config.reward.timeout_s,
         "comm.timeout_s": config.comm.timeout_s,
         "comm.init_timeout_s": config.comm.init_timeout_s,

@@ -197,7 +197,31 @@ class ObserveConfig:
 
 
 @dataclass(frozen=True)
+class PlacementConfig:
+    """Which ranks draw and which train, of mode: async. Each is a number of ranks (2), a fraction of all (0.5) or a
+    list of ranks ([0, 1, 5]); one of them may be left out and gets the ranks that the other leaves."""
+
+    rollout: Any = None
+    train: Any = None
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """Of mode: async."""
+
+    staleness: int = 1  # steps by which the weights that drew a sample may be behind those that it trains; 0: on-policy
+    on_stale: str = "wait"  # wait: each step trains on its own round of prompts and waits for it | drop: on what came
+    #   first; a group that is too old by then is given back and drawn again
+    train_on: str = "microbatch"  # microbatch: training begins once one is full | step: once all groups have come
+    limit_mib: float = 256.0  # of groups from one replica that are being drawn, on their way, or waiting
+    swap: str = "between_groups"  # a replica takes new weights: between_groups: once what it has begun is finished |
+    #   rolling: the same, one replica after the other | in_flight: between two tokens of what is being drawn
+    keep_cache: bool = False  # in_flight: running responses keep the keys and values of their tokens; false: made anew
+
+
+@dataclass(frozen=True)
 class Config:
+    mode: str = "sync"  # sync: all ranks draw, then all train | async: some ranks draw while others train
     run: RunConfig = field(default_factory=RunConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -207,5 +231,7 @@ class Config:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    placement: PlacementConfig = field(default_factory=PlacementConfig)
+    stream: StreamConfig = field(default_factory=StreamConfig)
     comm: CommConfig = field(default_factory=CommConfig)
     observe: ObserveConfig = field(default_factory=ObserveConfig)

@@ -42,8 +42,10 @@ class Runner:
         self._coordinator = coordinator
         self._watch = watch
 
-    def step(self, step: int, keep: tuple[str, ...] = ()) -> tuple[Batch, Metrics]:
+    def step(self, step: int, keep: tuple[str, ...] = (), last: bool = True) -> tuple[Batch, Metrics]:
         """Run one step: the columns `keep` of the samples that this rank counts as its own, and its metrics.
+
+        last: false for a portion of a step of which more comes.
 
         There are no samples where those columns never sit together, and on a rank that repeats another's samples.
         """
@@ -62,8 +64,9 @@ class Runner:
                             store.put(op.start.target, batch)
                 case Run():
                     with self._watch(op.stage.name, step):
-                        self._run(op, step, store, metrics)
-        self._coordinator.metrics(metrics)
+                        self._run(op, step, store, metrics, last)
+        if last:
+            self._coordinator.metrics(metrics)
         place = self._plan.where(keep)
         if place is None or self._world.rank not in place[1].heads:
             return Batch.empty(), metrics
@@ -82,7 +85,7 @@ class Runner:
             follow=store.assignments[op.target] if op.follow else None,
         )
 
-    def _run(self, op: Run, step: int, store: _Store, metrics: Metrics) -> None:
+    def _run(self, op: Run, step: int, store: _Store, metrics: Metrics, last: bool) -> None:
         stage = op.stage
         batch = store.get(op.origin, stage.consumes) if op.origin else Batch.empty()
         slot, replica = divmod(op.layout.ranks.index(self._world.rank), op.layout.replicas)
@@ -96,6 +99,7 @@ class Runner:
             slots=op.layout.slots,
             replica=replica,
             watch=lambda name: self._watch(name, step),
+            last=last,
         )
         output = stage.run(context, batch)
         if op.output is None:

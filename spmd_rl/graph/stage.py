@@ -72,7 +72,10 @@ class ResolvedPlacement:
 
 
 class Deferred(Protocol):
-    """Columns that another process is still working on; a stage may return one, and the runner waits at first use."""
+    """Columns that somebody else is still working on; a stage may return one, and the runner waits at first use.
+    `done`: whether `result` would not wait; only where groups go their own ways (mode: async) it is asked for."""
+
+    def done(self) -> bool: ...
 
     def result(self) -> Mapping[str, Column]: ...
 
@@ -91,6 +94,7 @@ class Context:
     replica: int  # and its place among the ranks of the slot; replica 0 counts what is counted once per sample
     # Times and supervises a named part of the stage: `with context.watch("rollout"):`.
     watch: Callable[[str], AbstractContextManager[Any]] = nullcontext
+    last: bool = True  # whether no more samples of this step come (mode: async brings them in portions)
 
 
 StageOutput = Mapping[str, Column] | Batch | Deferred | None

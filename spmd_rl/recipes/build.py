@@ -7,6 +7,7 @@ from typing import Any
 from spmd_rl.data.loader import PromptLoader
 from spmd_rl.engines.reward.pool import RewardPool
 from spmd_rl.engines.rollout.build import build_rollout
+from spmd_rl.engines.rollout.desk import Desk
 from spmd_rl.engines.train.engine import TrainEngine
 from spmd_rl.engines.train.lora_engine import BasePolicy, LoraEngine
 from spmd_rl.engines.train.model import load_tokenizer
@@ -39,6 +40,10 @@ def reference(context: BuildContext) -> TrainEngine | BasePolicy:
     if context.config.model.lora_rank and "actor" in context.engines:
         return BasePolicy(context.engines["actor"])
     return TrainEngine(context.config, context.world, context.mesh, total_steps=0, trainable=False)
+
+
+def desk(context: BuildContext) -> Desk:
+    return Desk(context.engines["rollout"])
 
 
 def rollout(context: BuildContext) -> Any:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from spmd_rl.algorithms.advantages import OVER_THE_BATCH
 from spmd_rl.config.errors import UserError
+from spmd_rl.config.schema import Config
+from spmd_rl.data.stream.codec import largest_bytes
 from spmd_rl.graph.graph import Graph
 
 ENGINES = {
@@ -17,10 +20,42 @@ STAGES = {
 }
 
 
-def check_contract(graph: Graph) -> None:
+def check_contract(graph: Graph, mode: str = "sync") -> None:
     """Raises UserError where the job would miss an engine or a stage of the graph."""
+    stages = STAGES if mode == "sync" else {}
+    engines = ENGINES if mode == "sync" else {**ENGINES, "desk": "groups are drawn through it side by side"}
     declared = {engine.name for engine in graph.engines}, {stage.name for stage in graph.stages}
-    for kind, wanted, names in zip(("engine", "stage"), (ENGINES, STAGES), declared, strict=True):
+    for kind, wanted, names in zip(("engine", "stage"), (engines, stages), declared, strict=True):
         for name, purpose in wanted.items():
             if name not in names:
                 raise UserError(f"the graph has no {kind} named {name!r}, which the job needs: {purpose}")
+
+
+def check_async(config: Config) -> None:
+    """Refuse settings that cannot be had with mode=async, for recipes that reward and judge each group by itself."""
+    algorithm, stream, train = config.algorithm, config.stream, config.train
+    if algorithm.advantage in OVER_THE_BATCH:
+        raise UserError(
+            f"algorithm.advantage={algorithm.advantage} compares the samples of a whole step, but with mode=async "
+            "groups come one by one: choose an advantage within the group, as grpo or rloo"
+        )
+    if algorithm.dynamic_sampling:
+        raise UserError("algorithm.dynamic_sampling fills whole steps in rounds: not there yet with mode=async")
+    if algorithm.kl_coef and algorithm.kl_in == "reward":
+        raise UserError("algorithm.kl_in=reward needs the trainers before the reward: with mode=async set kl_in=loss")
+    if train.updates_per_step > 1 and stream.train_on != "step":
+        raise UserError(
+            f"train.updates_per_step={train.updates_per_step} divides a whole step: with mode=async it needs "
+            "stream.train_on=step"
+        )
+    if config.rollout.tensor_parallel > 1:
+        raise UserError("rollout.tensor_parallel above 1 is not there yet with mode=async: set it to 1")
+    tokens = config.data.max_prompt_tokens, config.rollout.max_tokens
+    # prompt, response, rollout_logprob, advantage, loss_mask; the rest is small and unknown before it comes.
+    columns = [(4, tokens[0]), (4, tokens[1]), (4, tokens[1]), (4, tokens[1]), (1, tokens[1])]
+    least = largest_bytes(train.samples_per_prompt, columns)
+    if least > stream.limit_mib * 2**20:
+        raise UserError(
+            f"stream.limit_mib={stream.limit_mib:g} is less than one group: {train.samples_per_prompt} samples of up "
+            f"to {tokens[0]} + {tokens[1]} tokens are {least / 2**20:.3g} MiB"
+        )

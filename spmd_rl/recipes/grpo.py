@@ -16,16 +16,23 @@ from spmd_rl.config.schema import Config
 from spmd_rl.data.balance import Balance
 from spmd_rl.engines.rollout.sampling import check_model, model_tokens
 from spmd_rl.graph.graph import Graph
+from spmd_rl.graph.roles import roles_of
 from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage
 from spmd_rl.recipes import build, dynamic, stages
+from spmd_rl.recipes.contract import check_async
 
 
 def graph(config: Config, world_size: int) -> Graph:
-    """Rollout and training share all ranks and take turns; the world size only decides who holds which samples."""
+    """Rollout and training share all ranks and take turns; the world size only decides who holds which samples. In
+    mode async they have ranks of their own (`placement`), and the job brings samples and weights from one to the other.
+    """
     check_algorithm(config.algorithm, config.train, config.rollout)
     check_model(Path(config.model.path) / "config.json", config.rollout.tensor_parallel, model_tokens(config))
-    replicas = Placement(axes={"dp": REST, "tp": config.rollout.tensor_parallel})
-    trainers = Placement()
+    roles = roles_of(config, world_size)
+    if roles is not None:
+        check_async(config)
+    replicas = Placement(roles.rollout if roles else None, {"dp": REST, "tp": config.rollout.tensor_parallel})
+    trainers = Placement(roles.train if roles else None)
     scored = ("prompt", "response")
     trained = [*scored, "turn", "rollout_logprob", "advantage", "loss_mask"]
     nodes = generation(config, replicas)
@@ -36,6 +43,8 @@ def graph(config: Config, world_size: int) -> Graph:
         EngineSpec("actor", build.actor, trainers),
         EngineSpec("rollout", build.rollout, replicas),
     ]
+    if roles is not None:
+        engines.append(EngineSpec("desk", build.desk, replicas))
     algorithm = config.algorithm
     if algorithm.dynamic_sampling:
         engines.append(EngineSpec("surplus", dynamic.surplus, replicas))
@@ -57,8 +66,9 @@ def graph(config: Config, world_size: int) -> Graph:
     nodes += [
         Stage("advantage", stages.advantage, tuple(judged), ("advantage", "loss_mask"), placement=replicas),
         *(replace(stage, placement=trainers) for stage in on_trainers),
-        Stage("sync", stages.sync, after=("update",)),
     ]
+    if roles is None:
+        nodes.append(Stage("sync", stages.sync, after=("update",)))
     return Graph(tuple(nodes), tuple(engines))
 
 
@@ -69,8 +79,9 @@ def generation(config: Config, replicas: Placement) -> list[Stage]:
     first = ("prompt", "row", "turn")
     if config.algorithm.dynamic_sampling:
         return [Stage("experience", dynamic.experience, produces=(*first, *drawn, *judged), placement=replicas)]
+    draw = stages.rollout if config.mode == "sync" else stages.stream_rollout
     return [
         Stage("prompts", stages.prompts, produces=first, placement=replicas),
-        Stage("rollout", stages.rollout, consumes=("prompt",), produces=drawn, placement=replicas),
+        Stage("rollout", draw, consumes=("prompt",), produces=drawn, placement=replicas),
         Stage("reward", stages.reward, ("prompt", "response", "row"), judged, placement=replicas),
     ]

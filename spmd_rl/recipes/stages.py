@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,9 +17,10 @@ from spmd_rl.algorithms.masks import exclude, loss_mask, name_samples, nonfinite
 from spmd_rl.algorithms.policy_loss import policy_loss
 from spmd_rl.algorithms.ragged import segment_sum
 from spmd_rl.data.batch import Batch, Column, Finish
-from spmd_rl.engines.protocol import Request
+from spmd_rl.engines.protocol import Completion, Request
 from spmd_rl.engines.reward.pool import Pending
 from spmd_rl.engines.reward.scores import Scores, labels
+from spmd_rl.engines.rollout.desk import Slip
 from spmd_rl.engines.rollout.generate import generate
 from spmd_rl.engines.rollout.sampling import sampling_from
 from spmd_rl.engines.rollout.seeds import sample_seed
@@ -36,11 +37,34 @@ def prompts(context: Context, _: Batch) -> Batch:
 
 def rollout(context: Context, batch: Batch) -> Mapping[str, Column]:
     """Draw one response for every sample."""
-    made = draw(context, batch, purpose="train")
+    return _counted(context, draw(context, batch, purpose="train"))
+
+
+def stream_rollout(context: Context, batch: Batch) -> PendingRollout:
+    """The same for one group among many that the engine draws at once: its columns come later."""
+    return PendingRollout(context, context.engines["desk"].submit(_requests(context, batch, purpose="train")))
+
+
+@dataclass
+class PendingRollout:
+    """Responses that are being drawn."""
+
+    context: Context
+    slip: Slip
+
+    def done(self) -> bool:
+        return self.slip.done()
+
+    def result(self) -> Mapping[str, Column]:
+        return _counted(self.context, _columns(self.slip.result()))
+
+
+def _counted(context: Context, made: dict[str, Column]) -> dict[str, Column]:
+    """What was drawn, also in the metrics."""
     tokens = int(made["response"].lengths.sum())
     lengths = made["response"].lengths.double()
     if context.replica == 0:
-        metrics, samples = context.metrics, len(batch)
+        metrics, samples = context.metrics, len(lengths)
         metrics.sum("tokens/generated", tokens)
         metrics.sum("samples", samples)
         metrics.mean("response/length_mean", float(lengths.sum()), samples)
@@ -52,8 +76,13 @@ def rollout(context: Context, batch: Batch) -> Mapping[str, Column]:
 
 def draw(context: Context, batch: Batch, purpose: str) -> dict[str, Column]:
     """One response per sample of `batch`, as columns; sampled as `purpose` (train or eval) says."""
+    requests = _requests(context, batch, purpose)
+    return _columns(generate(context.engines["rollout"], requests, deadline_s=context.config.comm.stage_timeout_s))
+
+
+def _requests(context: Context, batch: Batch, purpose: str) -> list[Request]:
     sampling = sampling_from(context.config, purpose)
-    requests = [
+    return [
         Request(
             id=tuple(identity),
             prompt=tuple(prompt.tolist()),
@@ -62,7 +91,9 @@ def draw(context: Context, batch: Batch, purpose: str) -> dict[str, Column]:
         )
         for identity, prompt in zip(batch.ids.tolist(), batch["prompt"].rows(), strict=True)
     ]
-    done = generate(context.engines["rollout"], requests, deadline_s=context.config.comm.stage_timeout_s)
+
+
+def _columns(done: Sequence[Completion]) -> dict[str, Column]:
     return {
         "response": Column.from_rows([torch.tensor(c.tokens, dtype=torch.int32) for c in done], torch.int32),
         "rollout_logprob": Column.from_rows([torch.tensor(c.logprobs) for c in done], torch.float32),
@@ -98,6 +129,9 @@ class PendingReward:
 
     context: Context
     pending: Pending
+
+    def done(self) -> bool:
+        return self.pending.done()
 
     def result(self) -> Mapping[str, Column]:
         scores = self.pending.result(self.context.config.comm.stage_timeout_s)
@@ -190,7 +224,7 @@ def update(context: Context, batch: Batch) -> None:
     turn_S = batch["turn"].as_scalars()
     for turn in range(turns):
         part = batch if turns == 1 else batch.select((turn_S == turn).nonzero().flatten())
-        context.engines["actor"].update(part, loss, context.metrics)
+        context.engines["actor"].update(part, loss, context.metrics, last=context.last)
 
 
 def sync(context: Context, _: Batch) -> None:

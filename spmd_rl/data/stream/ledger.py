@@ -110,6 +110,13 @@ class Ledger:
         self._claimed = []
         return self.frontier
 
+    def missing(self, step: int) -> list[int]:
+        """Groups of the step's round that are neither ready nor done with, for messages."""
+        first = self._rounds.first(step - 1)
+        there = {*self._known, *self._claimed}
+        groups = range(first, first + self._rounds.size(step - 1))
+        return [group for group in groups if group not in there and group not in self.frontier] or [first]
+
     def _heap(self, group: int) -> int:
         return self._rounds.of(group) if self._in_order else 0
 

@@ -1,0 +1,215 @@
+"""`Consumer`: the trainers' end of the stream: takes in groups, agrees on what is trained on next, hands it out.
+
+Every trainer calls it alike. Once per tick they gather the descriptors of what has come since the last one (48 bytes
+per group); what follows is the same pure decision everywhere (`Ledger`).
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from spmd_rl.comm.transport import Channel
+from spmd_rl.comm.world import World
+from spmd_rl.data.batch import Batch
+from spmd_rl.data.metadata import Schema
+from spmd_rl.data.stream.admission import Frontier
+from spmd_rl.data.stream.channel import Bell, Inlet, Outlet
+from spmd_rl.data.stream.frames import Frame, Kind, Message
+from spmd_rl.data.stream.ledger import WIDTH, Ledger, Tick
+from spmd_rl.data.stream.store import Store
+from spmd_rl.observe.metrics import Metrics
+
+Int64 = NDArray[np.int64]
+_TURN_S = 0.005  # between two ticks of several trainers while nothing is ready; a single one is woken by its bell
+_ALONE_S = 0.5
+
+
+@dataclass(frozen=True)
+class Portion:
+    """What a tick hands out. batch: of the claimed groups those that this trainer has; last: of the step."""
+
+    batch: Batch
+    last: bool
+
+
+class Consumer:
+    """world: of the trainers; channel: over them all, None for a single one; lines: to the replicas whose home this
+    trainer is, by their number among `replicas`. limit_s: longest wait for a group."""
+
+    def __init__(
+        self,
+        world: World,
+        channel: Channel | None,
+        ledger: Ledger,
+        store: Store,
+        lines: Mapping[int, tuple[Inlet, Outlet]],
+        bell: Bell,
+        replicas: int,
+        limit_s: float,
+    ) -> None:
+        self._world, self._channel, self._ledger, self._store = world, channel, ledger, store
+        self._lines, self._bell, self._replicas, self._limit_s = lines, bell, replicas, limit_s
+        self._schemas: dict[tuple[int, int], Schema] = {}  # (replica, number)
+        self._metrics: dict[int, Metrics] = {}  # by group
+        self._empty: Schema | None = None  # of batches without a sample
+        self._pending_rows: list[list[int]] = []  # come in, not yet told to the others
+        self.notes: list[Any] = []  # what replicas have said beside
+
+    @property
+    def frontier(self) -> Frontier:
+        return self._ledger.frontier
+
+    def portions(self, step: int, budget: int, whole: bool, metrics: Metrics) -> Iterator[Portion]:
+        """The groups of `step` as they come, in portions of `budget` tokens over all trainers (whole: in one).
+
+        Adds to `metrics` what the replicas measured for these groups, `staleness/*` and `stream/*`. The step's groups
+        count as trained on once `acknowledge` is called. Raises TimeoutError, naming a group and its replica, and
+        TransportError where a replica is gone.
+        """
+        waited = 0.0
+        most_bytes, ready = 0, 0
+        last = False
+        while not last:
+            begin = time.perf_counter()
+            tick = self._tick(step, budget, whole)
+            waited += time.perf_counter() - begin
+            ready, most_bytes = len(self._ledger), max(most_bytes, self._store.bytes)
+            portion = self._hand_out(step, tick, metrics)
+            last = tick.last
+            if tick.claimed:
+                yield portion
+        metrics.mean("stream/wait_s", waited, 1.0)
+        metrics.mean("stream/ready", ready, 1.0)
+        metrics.sum("stream/bytes", most_bytes)
+
+    def acknowledge(self) -> Frontier:
+        """The step's groups are in the weights now."""
+        return self._ledger.acknowledge()
+
+    def tell(self, replica: int, note: Any) -> None:
+        """Anything that can be pickled, to a replica; only its home trainer does."""
+        if replica in self._lines:
+            body = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8)
+            self._lines[replica][1].put(Message(Kind.NOTE, body.numel()), body)
+
+    def await_note(self, replica: int) -> Any:
+        """The next thing that a replica says; at its home trainer. Raises TimeoutError."""
+        until = time.monotonic() + self._limit_s
+        while not self.notes:
+            self._bell.wait(_TURN_S)
+            self._pending_rows.extend(self._collect())
+            if time.monotonic() > until:
+                raise TimeoutError(f"replica {replica}{self._peer(replica)} said nothing in {self._limit_s:g} s")
+        return self.notes.pop(0)
+
+    def close(self, timeout_s: float) -> None:
+        """End the stream: the replicas are told, and say goodbye."""
+        for _, outlet in self._lines.values():
+            outlet.close(timeout_s)
+        for inlet, _ in self._lines.values():
+            inlet.join(timeout_s)
+
+    def _tick(self, step: int, budget: int, whole: bool) -> Tick:
+        begin = time.monotonic()
+        while True:
+            rows = [*self._pending_rows, *self._collect()]
+            self._pending_rows = []
+            table = self._agree(np.array(rows, dtype=np.int64).reshape(-1, WIDTH))
+            if len(table):
+                self._ledger.arrive(table)
+            tick = self._ledger.tick(step, budget, whole)
+            if tick is not None:
+                return tick
+            if time.monotonic() - begin > self._limit_s:
+                raise TimeoutError(self._overdue(step))
+            self._bell.wait(_ALONE_S if self._channel is None else _TURN_S)
+
+    def _collect(self) -> list[list[int]]:
+        """Descriptors of the groups that have come to this trainer since the last call."""
+        rows: list[list[int]] = []
+        for replica, (inlet, _) in self._lines.items():
+            for frame in inlet.take():
+                self._read(replica, frame, rows)
+        return rows
+
+    def _read(self, replica: int, frame: Frame, rows: list[list[int]]) -> None:
+        for place, row in enumerate(frame.table.tolist()):
+            kind, _, group, version, samples, of, tokens, schema = row
+            if kind == Kind.GROUP:
+                described = self._store.add(
+                    group, version, samples, of, tokens, frame.body(place), self._schemas[replica, schema]
+                )
+                if described is not None:
+                    rows.append(described)
+            elif kind == Kind.SCHEMA:
+                self._schemas[replica, schema] = Schema.decode(frame.body(place).numpy().tobytes())
+            elif kind == Kind.METRICS:
+                self._metrics[group] = pickle.loads(frame.body(place).numpy().tobytes())
+            elif kind == Kind.NOTE:
+                self.notes.append(pickle.loads(frame.body(place).numpy().tobytes()))
+
+    def _agree(self, rows: Int64) -> Int64:
+        """All trainers' new descriptors [N, 6], in the order of the trainers."""
+        if self._channel is None:
+            return rows
+        counts = self._channel.all_gather(np.array([len(rows)], dtype=np.int64))[:, 0]
+        if not counts.any():
+            return rows
+        sizes = counts * WIDTH * 8
+        own = torch.from_numpy(rows.reshape(-1).view(np.uint8).copy())
+        gathered = self._channel.all_gather_bytes(own, sizes)
+        return gathered.numpy().view(np.int64).reshape(-1, WIDTH)
+
+    def _agree_on_columns(self) -> Schema:
+        """The columns of the first trainer that has seen any; some may have none of the first groups."""
+        own = next((schema.encode() for schema in self._schemas.values()), b"")
+        if self._channel is None:
+            return Schema.decode(own)
+        sizes = self._channel.all_gather(np.array([len(own)], dtype=np.int64))[:, 0]
+        data = torch.frombuffer(bytearray(own), dtype=torch.uint8) if own else torch.empty(0, dtype=torch.uint8)
+        texts = self._channel.all_gather_bytes(data, sizes).numpy().tobytes()
+        return Schema.decode(texts[: int(sizes[np.flatnonzero(sizes)[0]])])
+
+    def _hand_out(self, step: int, tick: Tick, metrics: Metrics) -> Portion:
+        if tick.claimed and self._empty is None:
+            self._empty = self._agree_on_columns()
+        mine = [d for d in tick.claimed if d.trainer == self._world.rank]
+        batch = self._store.take(d.group for d in mine)
+        for d in mine:
+            self._lines[d.group % self._replicas][1].put(Message(Kind.RELEASE, group=d.group))
+            metrics.merge(self._metrics.pop(d.group))
+            age = step - 1 - d.version
+            metrics.mean("staleness/mean", age * d.samples, d.samples)
+            metrics.max("staleness/max", age if d.samples else 0)
+        for d in tick.stale:
+            if d.trainer == self._world.rank:
+                self._store.discard(d.group)
+                self._metrics.pop(d.group)
+                self._lines[d.group % self._replicas][1].put(Message(Kind.AGAIN, group=d.group))
+        metrics.sum("stream/given_back", float(sum(d.trainer == self._world.rank for d in tick.stale)))
+        return Portion(batch if batch.columns else self._without_samples(), tick.last)
+
+    def _without_samples(self) -> Batch:
+        """No samples, but the columns that the others' have: a trainer may have none of the claimed groups."""
+        assert self._empty is not None
+        return Batch(Batch.empty().ids, self._empty.empty(torch.device("cpu"))).only(self._store.wanted)
+
+    def _overdue(self, step: int) -> str:
+        missing = self._ledger.missing(step)
+        replica = missing[0] % self._replicas
+        return (
+            f"step {step} waits for {len(missing)} groups since {self._limit_s:g} s; the first is group {missing[0]} "
+            f"of replica {replica}{self._peer(replica)}"
+        )
+
+    def _peer(self, replica: int) -> str:
+        line = self._lines.get(replica)
+        return f" (rank {line[0].peer})" if line else ""

@@ -1,0 +1,219 @@
+"""A rollout replica of an asynchronous job: draws group after group, as far ahead of the trainers as it may."""
+
+from __future__ import annotations
+
+import time
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from spmd_rl.comm.liveness import Liveness
+from spmd_rl.comm.world import World
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.schema import Config
+from spmd_rl.data.batch import Batch
+from spmd_rl.data.loader import Position, PromptLoader
+from spmd_rl.data.stream.admission import Starts
+from spmd_rl.data.stream.channel import Bell
+from spmd_rl.data.stream.producer import Producer
+from spmd_rl.graph.groups import GroupRun
+from spmd_rl.graph.stage import BuildContext, Context
+from spmd_rl.job_async import Cast, Start, meet, open_stream, share
+from spmd_rl.observe.metrics import Metrics
+from spmd_rl.observe.spans import Spans
+from spmd_rl.observe.timeline import rank_file
+from spmd_rl.recipes.evaluate import evaluate
+from spmd_rl.weights.receive import Receiver
+
+_STRETCH_S = 1.0  # of one kind of work, between two words to the failure detection
+_NAP_S = 0.005  # where there is nothing to do but to wait for weights, room or rewards
+
+
+@dataclass
+class _Running:
+    run: GroupRun
+    began: float
+
+
+@dataclass(frozen=True)
+class _At:
+    """The loader as the stage `prompts` wants it, at the round of one group."""
+
+    loader: PromptLoader
+    position: Position
+
+    def batch(self, slot: int, slots: int) -> Batch:
+        return self.loader.batch_at(self.position, slot, slots)
+
+
+class Replica:
+    """job: the world of all ranks; mine: that of the replicas. Made and run collectively over the replicas."""
+
+    def __init__(self, config: Config, job: World, mine: World, made: Cast, watch: Liveness, opened: ExitStack) -> None:
+        self.config, self.job, self.world, self.cast, self.watch = config, job, mine, made, watch
+        self.engines: dict[str, Any] = {}
+        with watch.stage("start", 0):  # the trainers claim the run folder first
+            self.finished = share(job)["done"] >= config.train.steps
+        if self.finished:
+            return
+        file = rank_file(Path(config.run.folder), len(made.roles.train) + mine.rank)
+        self.spans = Spans(job.rank, file if config.observe.timeline else None, config.observe.nvtx)
+        opened.callback(self.spans.flush)
+        for spec in made.rollout.engines:
+            placed = made.rollout.engine_placements[spec.name]
+            with watch.stage(f"build {spec.name}", 0), self.spans(f"build_{spec.name}"):
+                mesh = mine.mesh(placed.ranks, placed.axes)
+                self.engines[spec.name] = spec.build(BuildContext(config, mine, mesh, self.engines))
+                if hasattr(self.engines[spec.name], "close"):
+                    opened.callback(self.engines[spec.name].close)
+        self.desk = self.engines["desk"]
+        if config.stream.swap == "in_flight" and not hasattr(self.engines["rollout"], "abort"):
+            name = type(self.engines["rollout"]).__name__
+            raise UserError(f"stream.swap=in_flight: {name} cannot take weights while it draws; set between_groups")
+        self.version = 0
+        self._running: dict[int, _Running] = {}
+        self._next: tuple[int, GroupRun] | None = None  # read, but without room so far
+
+    def run(self) -> None:
+        """Until the trainers end the stream."""
+        if self.finished:
+            return
+        with self.watch.stage("meet", 0):
+            self._open(meet(self.job, self.config, epoch_length=self.engines["loader"].epoch_length))
+        limit_s = self.config.comm.stage_timeout_s
+        with self.watch.stage("weights", self.version), self.spans("weights"):
+            self.receiver.wait(self.version, limit_s)
+            self.version = self.receiver.swap(self.engines["rollout"])
+        while not self.producer.ended:
+            if self.desk.unfinished():
+                with self.watch.stage("rollout", self.version + 1), self.spans("rollout"):
+                    self._stretch(drawing=True)
+            else:
+                with self.watch.stage("wait", self.version + 1), self.spans("wait"):
+                    self._stretch(drawing=False)
+            self._check_deadlines(limit_s)
+        self.spans.flush()
+        self.producer.close(limit_s)
+        self.receiver.close()
+
+    def _open(self, start: Start) -> None:
+        config, made = self.config, self.cast
+        replicas = made.replicas
+        number = next(r for r, ranks in enumerate(replicas) if self.job.rank in ranks)
+        self.rounds, self.version = start.rounds, start.done
+        bell = Bell()
+        inlet, outlet = open_stream(config, self.job, made.roles.train[made.home(number)], number, bell)
+        starts = Starts(start.rounds, config.stream.staleness, number, len(replicas), start.frontier)
+        self.producer = Producer(
+            starts,
+            int(config.stream.limit_mib * 2**20),
+            made.halves.columns,
+            config.rollout.max_tokens,
+            (inlet, outlet, bell),
+        )
+        self.receiver = Receiver(
+            self.job,
+            self.world,
+            replicas,
+            made.roles.train,
+            config.comm.transport,
+            config.comm.stage_timeout_s,
+            rolling=config.stream.swap == "rolling",
+        )
+
+    def _stretch(self, drawing: bool) -> None:
+        """Work for about a second, as long as there is the one or the other to do."""
+        until = time.monotonic() + _STRETCH_S
+        while not self.producer.ended and time.monotonic() < until and bool(self.desk.unfinished()) == drawing:
+            self.producer.listen()
+            self._heed_notes()
+            if not self._swap():
+                self._admit()
+            if self.desk.unfinished():
+                self.desk.step()
+            moved = self._advance()
+            if not (drawing or moved or self.desk.unfinished()):
+                self.producer.listen(_NAP_S)
+
+    def _swap(self) -> bool:
+        """Take newer weights where they are there; whether nothing may be begun before."""
+        if self.receiver.newest() <= self.version:
+            return False
+        engine, stream = self.engines["rollout"], self.config.stream
+        if not self.desk.unfinished():
+            with self.spans("load_weights"):
+                self.version = self.receiver.swap(engine)
+        elif stream.swap == "in_flight":
+            with self.spans("load_weights"):
+                self.version = self.receiver.swap_in_flight(engine, stream.keep_cache)
+        else:
+            return True
+        return False
+
+    def _admit(self) -> None:
+        """Begin the groups that may be begun, as long as the engine has places and the stream has room."""
+        while self.desk.unfinished() < self.config.rollout.max_sequences:
+            group = self.producer.starts.peek(self.version)
+            if group is None:
+                return
+            if self._next is None or self._next[0] != group:
+                self._next = (group, GroupRun(self.cast.rollout.order, self._context(group)))
+            run = self._next[1]
+            if not self.producer.start(group, self.producer.largest(run.batch)):
+                return
+            self._next = None
+            self._running[group] = _Running(run, time.monotonic())
+            run.advance()
+
+    def _advance(self) -> bool:
+        """Carry on with the groups whose responses or rewards have come; send those that are through."""
+        through = [group for group, running in self._running.items() if running.run.advance()]
+        for group in through:
+            run = self._running.pop(group).run
+            self.producer.deliver(group, run.batch, run.context.metrics)
+        return bool(through)
+
+    def _context(self, group: int) -> Context:
+        place = self.rounds.place(group)
+        loader = _At(self.engines["loader"], Position(place.epoch, place.cursor))
+        return Context(
+            config=self.config,
+            world=self.world,
+            engines={**self.engines, "loader": loader},
+            step=self.rounds.of(group) + 1,
+            metrics=Metrics(),
+            slot=place.index,
+            slots=place.count,
+            replica=0,
+        )
+
+    def _heed_notes(self) -> None:
+        while self.producer.notes:
+            what, version = self.producer.notes.pop(0)
+            if what != "evaluate":
+                raise ValueError(f"the trainers say {what!r}, which nobody understands here")
+            self._evaluate(version)
+
+    def _evaluate(self, version: int) -> None:
+        """With the weights of `version`, which the trainers wait for; what is being drawn is finished before."""
+        limit_s = self.config.comm.stage_timeout_s
+        with self.watch.stage("evaluate", version), self.spans("evaluate", version):
+            while self.desk.unfinished():
+                self.desk.step()
+                self._advance()
+            self.receiver.wait(version, limit_s)
+            self.version = self.receiver.swap(self.engines["rollout"])
+            layout = self.cast.rollout.placements["rollout"].layout
+            slot, replica = divmod(layout.ranks.index(self.world.rank), layout.replicas)
+            context = Context(self.config, self.world, self.engines, version, Metrics(), slot, layout.slots, replica)
+            self.producer.tell(evaluate(context))
+
+    def _check_deadlines(self, limit_s: float) -> None:
+        for group, running in self._running.items():
+            if time.monotonic() - running.began > limit_s:
+                place = self.rounds.place(group)
+                raise TimeoutError(
+                    f"group {group} (epoch {place.epoch}, prompt {place.cursor + place.index} of it) was not finished "
+                    f"after {limit_s:g} s"
+                )

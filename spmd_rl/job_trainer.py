@@ -1,0 +1,139 @@
+"""A trainer of an asynchronous job: steps on what the replicas send, weights back to them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from typing import Any
+
+from spmd_rl.comm.liveness import Liveness
+from spmd_rl.comm.stop import StopFlag
+from spmd_rl.comm.transport import make_transport
+from spmd_rl.comm.world import World
+from spmd_rl.config.schema import Config
+from spmd_rl.data.batch import Batch
+from spmd_rl.data.stream.admission import Frontier
+from spmd_rl.data.stream.channel import Bell
+from spmd_rl.data.stream.consumer import Consumer
+from spmd_rl.data.stream.ledger import Ledger
+from spmd_rl.data.stream.store import Store
+from spmd_rl.graph.roles import SOURCE
+from spmd_rl.job import Job
+from spmd_rl.job_async import Cast, meet, open_stream, share
+from spmd_rl.observe.metrics import Metrics
+from spmd_rl.recipes.evaluate import RECORDED
+from spmd_rl.weights.publish import Publisher
+
+
+class Source:
+    """What the first stage hands out, and which groups are done with: the stream's part of a checkpoint."""
+
+    def __init__(self) -> None:
+        self.claimed = Batch.empty()
+        self.frontier = Frontier()
+
+    def state_dict(self) -> dict[str, Any]:
+        # As text: a list would become one entry of the checkpoint per item.
+        return {"next": self.frontier.next, "beyond": ",".join(map(str, self.frontier.beyond))}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        beyond = tuple(int(group) for group in str(state["beyond"]).split(",") if group)
+        self.frontier = Frontier(int(state["next"]), beyond)
+
+
+class TrainerJob(Job):
+    """The synchronous job on the training ranks, but for where samples come from and weights go to.
+
+    job: the world of all ranks; mine: that of the trainers.
+    """
+
+    sampled = "actor"
+
+    def __init__(
+        self,
+        config: Config,
+        job: World,
+        mine: World,
+        made: Cast,
+        watch: Liveness,
+        stop: StopFlag,
+        opened: ExitStack,
+    ) -> None:
+        self._job, self._cast = job, made
+        super().__init__(config, mine, made.train, watch, stop, opened)
+        self.source = self.engines[SOURCE] = Source()
+
+    def _claimed(self) -> None:
+        share(self._job, done=self.done)
+
+    def _begin(self) -> None:
+        """Meet the replicas, open the stream, and give them the weights."""
+        config, job, made = self.config, self._job, self._cast
+        with self.stage("meet", self.done):
+            start = meet(job, config, done=self.done, frontier=self.source.frontier)
+            bell = Bell()
+            heads = [replica[0] for replica in made.replicas]
+            own = [r for r in range(len(heads)) if made.home(r) == self.world.rank]
+            lines = {replica: open_stream(config, job, heads[replica], replica, bell) for replica in own}
+            transport = make_transport(config.comm.transport, self.world, config.comm.stage_timeout_s)
+            self._start = start
+            self.consumer = Consumer(
+                self.world,
+                transport.open(range(self.world.size)) if self.world.size > 1 else None,
+                Ledger(start.rounds, config.stream.staleness, config.stream.on_stale == "wait", start.frontier),
+                Store(made.halves.columns, self.world.rank),
+                lines,
+                bell,
+                replicas=len(heads),
+                limit_s=config.comm.stage_timeout_s,
+            )
+            self.publisher = Publisher(
+                job, self.world, made.replicas, config.comm.transport, config.comm.stage_timeout_s
+            )
+            self._publish(self.done)
+
+    def _train(self, step: int) -> tuple[Batch, Metrics]:
+        """Train on the groups of `step` as they come, then publish the weights."""
+        config, metrics = self.config, Metrics()
+        whole = config.stream.train_on == "step"
+        portions = self.consumer.portions(step, config.train.tokens_per_microbatch * self.world.size, whole, metrics)
+        kept: list[Batch] = []
+        while True:
+            with self.stage("wait", step):
+                portion = next(portions, None)
+            if portion is None:
+                break
+            self.source.claimed = portion.batch
+            samples, more = self.runner.step(step, RECORDED, portion.last)
+            metrics.merge(more)
+            kept.append(samples)
+        self.source.claimed = Batch.empty()
+        self.source.frontier = self.consumer.acknowledge()
+        with self.stage("publish", step):
+            self._publish(step)
+        return Batch.concat([samples for samples in kept if len(samples)]), metrics
+
+    def _publish(self, version: int) -> None:
+        self.publisher.publish(self.engines["actor"].named_weights, version)
+
+    def _exhausted(self) -> bool:
+        return self.done >= self._start.rounds.count
+
+    def _evaluate(self) -> None:
+        """The replicas do it, with the weights of now; the trainers wait for them."""
+        if not self.config.data.eval:
+            return
+        with self.stage("evaluate", self.done):
+            own = [r for r in range(len(self._cast.replicas)) if self._cast.home(r) == self.world.rank]
+            for replica in own:
+                self.consumer.tell(replica, ("evaluate", self.done))
+            results, records = [], []
+            for replica in own:
+                results, more = self.consumer.await_note(replica)
+                records += more
+            self.recorder.evaluation(self.done, results, records)
+
+    def _end(self) -> None:
+        with self.stage("end", self.done):
+            self.consumer.close(self.config.comm.stage_timeout_s)
+            self.publisher.close()
