@@ -118,7 +118,7 @@ def test_a_killed_replica_is_named_and_the_next_start_trains_on_every_group_once
     assert any("rank 1" in line and "died" in line for line in said.splitlines()), said[-2000:]
     (tmp_path / "wait").unlink()
 
-    done_before = max(int(path.name.partition("_")[2]) for path in (run / "checkpoints").glob("step_*"))
+    done_before = max(int(path.name.partition("_")[2]) for path in (run / "checkpoints").glob("step_??????"))
     before = {id for id, (step, *_) in samples(run).items() if step <= done_before}
     start(config, *overrides, ranks=2).check()
     found = samples(run)
