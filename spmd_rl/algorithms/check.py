@@ -30,6 +30,8 @@ _PLACES: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
     "sapo_tau_positive": (lambda a: a.loss == "sapo", "algorithm.loss=sapo"),
     "sapo_tau_negative": (lambda a: a.loss == "sapo", "algorithm.loss=sapo"),
     "dynamic_sampling_tries": (lambda a: a.dynamic_sampling, "algorithm.dynamic_sampling=true"),
+    "kl_target": (lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0, which it starts from"),
+    "kl_horizon": (lambda a: a.kl_target > 0, "algorithm.kl_target above 0"),
     "kl_in": (lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0"),
     "kl_estimator": (lambda a: a.kl_coef > 0 and a.kl_in == "loss", "algorithm.kl_coef above 0 and kl_in=loss"),
     "correction_level": (lambda a: a.correction != "none", "algorithm.correction=tis, mis or icepop"),
@@ -48,6 +50,11 @@ def check(algorithm: AlgorithmConfig, train: TrainConfig, rollout: RolloutConfig
     _ranges(algorithm)
     _advantage(algorithm, train)
     _loss(algorithm, train)
+    samples = train.prompts_per_step * train.samples_per_prompt
+    if algorithm.kl_target and not algorithm.kl_horizon >= samples:
+        raise UserError(
+            f"algorithm.kl_horizon={algorithm.kl_horizon:g}: at least the {samples} samples of a step are wanted"
+        )
     if algorithm.dynamic_sampling:
         _dynamic_sampling(algorithm, train)
     _rollout(algorithm, rollout)
@@ -84,7 +91,7 @@ def _names(algorithm: AlgorithmConfig) -> None:
 def _ranges(algorithm: AlgorithmConfig) -> None:
     for key in (
         "overlong_buffer", "overlong_penalty", "loss_constant", "clip_low", "clip_high", "drift_coef", "kl_coef",
-        "entropy_coef", "correction_floor",
+        "kl_target", "entropy_coef", "correction_floor",
     ):  # fmt: skip
         if not getattr(algorithm, key) >= 0:
             raise UserError(f"algorithm.{key}={getattr(algorithm, key)}: at least 0 is wanted")

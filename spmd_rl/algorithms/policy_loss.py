@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -41,20 +40,18 @@ def policy_loss(
     *,
     updates_per_step: int,
     max_tokens: int,
-    kl_coef: Callable[[], float] | None = None,
     cut: bool = False,
 ) -> PolicyLoss:
     """The `LossFunction` of `algorithm`.
 
     updates_per_step: optimizer steps per round of rollouts; max_tokens: the longest response that rollout allows (what
-    aggregation `constant` divides by, unless `loss_constant` is set); kl_coef: read at every call, for an adaptive
-    coefficient, instead of `algorithm.kl_coef`; cut: rollout drew from a distribution cut by top-p or top-k.
+    aggregation `constant` divides by, unless `loss_constant` is set); cut: rollout drew from a distribution
+    cut by top-p or top-k.
     """
     return PolicyLoss(
         algorithm,
         on_policy=updates_per_step == 1,
         constant=algorithm.loss_constant or float(max_tokens),
-        kl_coef=kl_coef or (lambda: algorithm.kl_coef),
         cut=cut,
     )
 
@@ -79,7 +76,6 @@ class PolicyLoss:
     algorithm: AlgorithmConfig
     on_policy: bool
     constant: float
-    kl_coef: Callable[[], float]
     cut: bool
 
     def __call__(self, terms: LossTerms, metrics: Metrics) -> Tensor:
@@ -98,7 +94,7 @@ class PolicyLoss:
             )
 
         loss = add("loss/policy", self._corrected(token_loss.loss_R, tokens, mask_R, cu_seqlens, metrics))
-        kl_coef = self.kl_coef() if algorithm.kl_in == "loss" else 0.0
+        kl_coef = algorithm.kl_coef if algorithm.kl_in == "loss" else 0.0
         if kl_coef:
             loss = loss + add("loss/kl", self._kl(tokens), kl_coef)
         else:

@@ -120,6 +120,10 @@ class AlgorithmConfig:
     sapo_tau_negative: float = 1.05  # the same where it is negative
 
     kl_coef: float = 0.0  # 0: no reference model is loaded
+    kl_target: float = (
+        0.0  # wanted kl/ref (nats per token), towards which kl_coef moves from step to step; 0: it is fixed
+    )
+    kl_horizon: float = 10000.0  # samples over which a full error of kl/ref would move kl_coef by its own size
     kl_in: str = "loss"  # loss | reward (k1 of the whole response is subtracted)
     kl_estimator: str = "k2"  # in the loss: k2 | k3_ratio (right gradient) | k3 (that of the reverse direction)
     entropy_coef: float = 0.0  # of the bonus

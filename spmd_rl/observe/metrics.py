@@ -227,6 +227,15 @@ class Metrics:
         for name, entry in other._entries.items():
             self._add(name, entry)
 
+    def average(self, name: str, group: ProcessGroup) -> float | None:
+        """The weighted average `name` (of `mean`) over all ranks as it stands now; None where nothing was weighed.
+        Collective over `group`, which must carry CPU tensors."""
+        entry = self._entries.get(name)
+        sums = torch.tensor(entry.sums([]) if isinstance(entry, _Mean) else [0.0, 0.0], dtype=torch.float64)
+        dist.all_reduce(sums, group=group)
+        total, weight = sums.tolist()
+        return total / weight if weight else None
+
     def reduce(self, group: ProcessGroup | None = None) -> dict[str, float]:
         """Results by name, in alphabetical order, equal on all ranks of `group` (None: this process alone).
 

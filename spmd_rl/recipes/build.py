@@ -11,6 +11,7 @@ from spmd_rl.engines.rollout.desk import Desk
 from spmd_rl.engines.train.engine import TrainEngine
 from spmd_rl.engines.train.lora_engine import BasePolicy, LoraEngine
 from spmd_rl.engines.train.model import load_tokenizer
+from spmd_rl.engines.train.reference import Reference
 from spmd_rl.graph.stage import BuildContext
 
 
@@ -39,7 +40,7 @@ def reference(context: BuildContext) -> TrainEngine | BasePolicy:
     """The model as it is on disk, never trained. Beside an actor with adapters it is that one without them."""
     if context.config.model.lora_rank and "actor" in context.engines:
         return BasePolicy(context.engines["actor"])
-    return TrainEngine(context.config, context.world, context.mesh, total_steps=0, trainable=False)
+    return Reference(context.config, context.world, context.mesh)
 
 
 def desk(context: BuildContext) -> Desk:

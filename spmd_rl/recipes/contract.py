@@ -41,6 +41,8 @@ def check_async(config: Config) -> None:
         )
     if algorithm.dynamic_sampling:
         raise UserError("algorithm.dynamic_sampling fills whole steps in rounds: not there yet with mode=async")
+    if algorithm.kl_target:
+        raise UserError("algorithm.kl_target moves the coefficient after whole steps: not there yet with mode=async")
     if algorithm.kl_coef and algorithm.kl_in == "reward":
         raise UserError("algorithm.kl_in=reward needs the trainers before the reward: with mode=async set kl_in=loss")
     if train.updates_per_step > 1 and stream.train_on != "step":

@@ -18,7 +18,7 @@ from spmd_rl.engines.rollout.sampling import check_model, model_tokens
 from spmd_rl.graph.graph import Graph
 from spmd_rl.graph.roles import roles_of
 from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage
-from spmd_rl.recipes import build, dynamic, stages
+from spmd_rl.recipes import build, dynamic, kl_control, stages
 from spmd_rl.recipes.contract import check_async
 
 
@@ -58,6 +58,8 @@ def graph(config: Config, world_size: int) -> Graph:
         on_trainers.append(Stage("ref_logprob", stages.reference_logprob, scored, ("ref_logprob",)))
         trained.append("ref_logprob")
         engines.append(EngineSpec("reference", build.reference, trainers))
+    if algorithm.kl_target > 0:
+        engines.append(EngineSpec(kl_control.ENGINE, kl_control.coefficient))
     if in_reward:
         judged += ["old_logprob", "ref_logprob"]
     on_trainers.append(Stage("update", stages.update, consumes=tuple(trained)))
@@ -69,6 +71,8 @@ def graph(config: Config, world_size: int) -> Graph:
     ]
     if roles is None:
         nodes.append(Stage("sync", stages.sync, after=("update",)))
+    if algorithm.kl_target > 0:
+        nodes.append(Stage("kl_control", kl_control.steer, after=("update",)))
     return Graph(tuple(nodes), tuple(engines))
 
 

@@ -25,6 +25,7 @@ from spmd_rl.engines.rollout.generate import generate
 from spmd_rl.engines.rollout.sampling import sampling_from
 from spmd_rl.engines.rollout.seeds import sample_seed
 from spmd_rl.graph.stage import Context
+from spmd_rl.recipes.kl_control import algorithm_now
 
 
 def prompts(context: Context, _: Batch) -> Batch:
@@ -174,7 +175,7 @@ def valid_rewards(context: Context, batch: Batch) -> Tensor:
 
 def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
     """Advantages within each group, one per token; and which tokens count in the loss."""
-    algorithm = context.config.algorithm
+    algorithm = algorithm_now(context)
     lengths_S, offsets = batch["response"].lengths, batch["response"].offsets
     reward_S = valid_rewards(context, batch)
     kl_S = None
@@ -219,7 +220,7 @@ def update(context: Context, batch: Batch) -> None:
     """The optimizer steps of this round; the groups are divided among them by the column `turn`."""
     turns, rollout = context.config.train.updates_per_step, context.config.rollout
     loss = policy_loss(
-        context.config.algorithm, updates_per_step=turns, max_tokens=rollout.max_tokens, cut=is_cut(rollout)
+        algorithm_now(context), updates_per_step=turns, max_tokens=rollout.max_tokens, cut=is_cut(rollout)
     )
     turn_S = batch["turn"].as_scalars()
     for turn in range(turns):

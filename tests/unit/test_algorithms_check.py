@@ -30,6 +30,13 @@ REFUSED: list[tuple[dict[str, object], dict[str, int], str]] = [
     ({"kl_estimator": "k5", "kl_coef": 0.1}, {}, "one of k2, k3, k3_ratio"),
     ({"kl_estimator": "k3"}, {}, "kl_estimator=k3 has no effect here: it needs algorithm.kl_coef above 0"),
     ({"kl_estimator": "k3", "kl_coef": 0.1, "kl_in": "reward"}, {}, "has no effect here.*kl_in=loss"),
+    ({"kl_target": 0.1}, {}, "kl_target=0.1 has no effect here: it needs algorithm.kl_coef above 0"),
+    (
+        {"kl_horizon": 5.0, "kl_coef": 0.1},
+        {},
+        "kl_horizon=5.0 has no effect here: it needs algorithm.kl_target above 0",
+    ),
+    ({"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 63.0}, {}, "at least the 64 samples of a step"),
     ({"kl_in": "reward"}, {}, "needs algorithm.kl_coef above 0"),
     ({"kl_in": "rewards", "kl_coef": 0.1}, {}, r"did you mean reward\?"),
     ({}, {"samples_per_prompt": 1}, "samples_per_prompt=1: set it to 2 or more, or choose .*reinforce_pp"),

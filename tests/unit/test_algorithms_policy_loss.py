@@ -185,16 +185,12 @@ def test_a_cut_distribution_is_reported_as_such() -> None:
     assert mismatch == {"mismatch/kept_mass": pytest.approx(0.8)}
 
 
-def test_an_adaptive_coefficient_is_read_at_every_call() -> None:
-    coefficient = [1.0]
+def test_kl_in_the_reward_is_no_term_of_the_loss() -> None:
     batch = make_batch([1], {"advantage": torch.zeros(1), "ref_logprob": torch.tensor([-2.0])})
-    loss_function = policy_loss(BASE, updates_per_step=1, max_tokens=4, kl_coef=lambda: coefficient[0])
     terms = make_terms(batch, torch.tensor([-1.0]))
-    assert float(loss_function(terms, Metrics())) == pytest.approx(0.5)
-    coefficient[0] = 3.0
-    assert float(loss_function(terms, Metrics())) == pytest.approx(1.5)
-    in_reward = replace(BASE, kl_coef=1.0, kl_in="reward")
-    assert float(policy_loss(in_reward, updates_per_step=1, max_tokens=4)(terms, Metrics())) == 0.0
+    for where, right in (("loss", 0.5), ("reward", 0.0)):
+        loss = policy_loss(replace(BASE, kl_coef=1.0, kl_in=where), updates_per_step=1, max_tokens=4)
+        assert float(loss(terms, Metrics())) == pytest.approx(right)
 
 
 @pytest.mark.parametrize("column", ["logprob", "advantage", "old_logprob", "ref_logprob", "rollout_logprob"])
