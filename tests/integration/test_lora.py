@@ -11,22 +11,24 @@ from tests.integration.program import metrics, samples, start, tiny_config
 from tests.tiny_model import make_tiny_model
 
 
-def run(folder: Path, model: Path, ranks: int) -> Path:
+def run(folder: Path, model: Path, ranks: int, *more: str) -> Path:
     folder.mkdir()
     config = tiny_config(folder, model, algorithm={"kl_coef": 0.1}, checkpoint={"export": True})
     settings = ["model.lora_rank=4", "train.steps=3", "train.optimizer.lr=1e-2"]
-    start(config, *settings, ranks=ranks, launcher="single" if ranks == 1 else "torchrun").check()
+    start(config, *settings, *more, ranks=ranks, launcher="single" if ranks == 1 else "torchrun").check()
     return folder / "run"
 
 
-def test_lora_is_the_same_training_on_one_and_two_ranks(tmp_path: Path) -> None:
+def test_lora_is_the_same_training_on_one_rank_and_on_two_in_lockstep_or_apart(tmp_path: Path) -> None:
     model = make_tiny_model(tmp_path / "model")
     one, two = (run(tmp_path / str(ranks), model, ranks) for ranks in (1, 2))
-    assert samples(one) == samples(two)
-    for ours, theirs in zip(metrics(two), metrics(one), strict=True):
-        for name in ("loss/policy", "loss/kl", "grad_norm", "reward/mean", "entropy"):
-            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-7), (name, ours["step"])
-        assert abs(ours["mismatch/kl"]) < 1e-5  # the rollout engine has the merged weights of this very step
+    apart = run(tmp_path / "async", model, 2, "mode=async", "placement.rollout=1", "stream.staleness=0")
+    for other in (two, apart):
+        assert samples(one) == samples(other)
+        for ours, theirs in zip(metrics(other), metrics(one), strict=True):
+            for name in ("loss/policy", "loss/kl", "grad_norm", "reward/mean", "entropy"):
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), (name, ours["step"])
+            assert abs(ours["mismatch/kl"]) < 1e-5  # the rollout engine has the merged weights of this very step
     first, *_, last = metrics(one)
     assert first["loss/kl"] == 0.0 and last["loss/kl"] > 1e-6
     names = []
