@@ -21,7 +21,8 @@ from spmd_rl.comm.world import World
 from spmd_rl.weights.buckets import Bucket, Cut, buckets, cuts, sources
 from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.shelf import NOTHING, Shelf
-from spmd_rl.weights.words import BYE, DONE, Grant, number
+from spmd_rl.weights.window import Offer, Window
+from spmd_rl.weights.words import BYE, DONE, Grant, number, word
 
 BUCKET_BYTES = 1 << 24
 _POLL_S = 0.002
@@ -70,6 +71,8 @@ class Publisher:
         self._own: list[Bucket] = []
         self._cuts: list[list[Cut]] = []
         self._memory: list[Tensor] = []  # uint8, by slot
+        self._window: Window | None = None  # to it, for replicas of this machine
+        self._seen: dict[Line, bool] = {}  # whether the replica looks into it
         self._shelf = Shelf(slots)
         self._changed = threading.Condition()  # guards the shelf and what follows
         self._received: dict[int, int] = {}  # replica served here → version that it has
@@ -148,8 +151,13 @@ class Publisher:
             return
         own = [b for b in buckets(layout.size, self._bucket_bytes, len(self._group)) if b.place == self._place]
         self._own, self._cuts = own, cuts(layout, own)
-        size, pin = sum(b.end - b.begin for b in own), self._device.type == "cuda"
-        self._memory = [torch.empty(size, dtype=torch.uint8, pin_memory=pin) for _ in range(self._shelf.slots)]
+        size, slots = sum(b.end - b.begin for b in own), self._shelf.slots
+        if self._device.type == "cuda":
+            everything = torch.empty(slots * size, dtype=torch.uint8, pin_memory=True)
+        else:
+            self._window = Window(slots * size)
+            everything = self._window.memory
+        self._memory = list(everything.split(size)) if size else [everything] * slots
 
     def _free_slot(self, version: int) -> int:
         """The slot to overwrite, agreed by all trainers."""
@@ -268,6 +276,12 @@ class Publisher:
         with self._changed:
             slot = self._shelf.slot(version)
         assert slot is not None  # it is pinned
+        if line not in self._seen:
+            line.send((self._window.offer if self._window else Offer()).encode())
+            self._seen[line] = bool(number(line.receive()))
+        if self._seen[line]:
+            line.send(word(slot))
+            return
         begin = 0
         for bucket in self._own:
             end = begin + bucket.end - bucket.begin

@@ -23,6 +23,7 @@ from spmd_rl.weights.buckets import Bucket, buckets, sources
 from spmd_rl.weights.layout import Layout
 from spmd_rl.weights.mirror import Mirror
 from spmd_rl.weights.shelf import NOTHING
+from spmd_rl.weights.window import Offer
 from spmd_rl.weights.words import BYE, DONE, READY, Grant, number, word
 
 _FAILED = -2
@@ -65,6 +66,7 @@ class Receiver:
         self.version = NOTHING  # of the weights that the engine has
         self.transfer_s = self.load_s = 0.0  # of the last version: until it was complete; while the engine loaded it
         self.transfer_bytes = 0
+        self.receiving = False  # bytes are coming in now
         index = next(i for i, replica in enumerate(replicas) if job.rank in replica)
         self._ranks = tuple(replicas[index])
         self._group = _own_group(rollout, replicas, index, limit_s)
@@ -86,6 +88,7 @@ class Receiver:
         self._server = self._lines[self._from.trainers.index(self._from.server)]
         self._layout: Layout | None = None
         self._buckets: list[list[Bucket]] = []  # by line
+        self._windows: dict[Line, Tensor | None] = {}  # to the memory of trainers on this machine
         self._start(self._receive, "weights")
         if rolling:
             heads = [replica[0] for replica in replicas]
@@ -205,14 +208,14 @@ class Receiver:
                     for line in others:
                         line.send(word(BYE))
                     return
-                begin = time.monotonic()
+                begin, self.receiving = time.monotonic(), True
                 if self._layout is None:
                     self._prepare(grant)
                 for line in others:
                     line.send(word(grant.version))
                 list(pool.map(self._take, self._lines, self._buckets))
                 self._server.send(word(DONE))
-                self.transfer_s = time.monotonic() - begin
+                self.transfer_s, self.receiving = time.monotonic() - begin, False
                 with self._changed:
                     self._complete = grant.version
                     self._changed.notify_all()
@@ -227,8 +230,21 @@ class Receiver:
         self.transfer_bytes = self._layout.size
 
     def _take(self, line: Line, own: Sequence[Bucket]) -> None:
+        """What one trainer has: read where it lies, or as messages."""
+        memory = self._mirror.memory
+        if line not in self._windows:
+            self._windows[line] = Offer.decode(line.receive()).look()
+            line.send(word(int(self._windows[line] is not None)))
+        window = self._windows[line]
+        if window is None:
+            for bucket in own:
+                line.receive(memory[bucket.begin : bucket.end])
+            return
+        begin = number(line.receive()) * sum(bucket.end - bucket.begin for bucket in own)
         for bucket in own:
-            line.receive(self._mirror.memory[bucket.begin : bucket.end])
+            end = begin + bucket.end - bucket.begin
+            memory[bucket.begin : bucket.end] = window[begin:end]
+            begin = end
 
     def _listen(self, previous: Line) -> None:
         """To the replica before: which version it has swapped to."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 from spmd_rl.weights.buckets import WIDEST, buckets, cuts, sources
 from spmd_rl.weights.layout import ALIGNMENT, Layout
 from spmd_rl.weights.shelf import NOTHING, Shelf
+from spmd_rl.weights.window import Offer, Window
 from tests.weight_cases import make_weights
 
 
@@ -77,6 +79,18 @@ def test_the_trainers_share_the_sending(count: int) -> None:
         assert found.server in found.trainers and len(found.trainers) <= WIDEST and count % len(found.trainers) == 0
         served[found.server] += 1
     assert set(served.values()) == {2}
+
+
+def test_only_the_right_memory_is_looked_into() -> None:
+    window = Window(1000)
+    window.memory.copy_(torch.arange(1000) % 256)
+    seen = Offer.decode(window.offer.encode()).look()
+    assert seen is not None and torch.equal(seen, window.memory)
+    assert seen.data_ptr() != window.memory.data_ptr()  # mapped again, as another process would
+    assert Offer().look() is None
+    assert replace(window.offer, token="00" * 16).look() is None  # a process of that number elsewhere
+    assert replace(window.offer, fd=10_000).look() is None
+    assert replace(window.offer, size=10_000_000).look() is None
 
 
 class Job:

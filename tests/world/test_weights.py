@@ -27,12 +27,15 @@ def replicas(ranks: list[dict[str, Any]], case: str) -> list[dict[str, Any]]:
     return [ranks[rank][case] for rank in ROLES["rollout"]]
 
 
-def test_every_bit_arrives_and_all_threads_end(ranks: list[dict[str, Any]]) -> None:
-    for replica in replicas(ranks, "in_order"):
+@pytest.mark.parametrize("case", ["in_order", "sent"])
+def test_every_bit_arrives_and_all_threads_end(ranks: list[dict[str, Any]], case: str) -> None:
+    """Read in the trainers' memory, or sent."""
+    for replica in replicas(ranks, case):
         assert replica["versions"] == [0, 1, 5] and replica["right"]
+    assert [ranks[rank][case]["seen"] for rank in ROLES["train"]] == [[case == "in_order"] * 2] * 2
     for rank in ranks:
-        for case in rank.values():
-            assert case.get("threads", []) == []
+        for found in rank.values():
+            assert found.get("threads", []) == []
 
 
 def test_what_cannot_be_is_said(ranks: list[dict[str, Any]]) -> None:

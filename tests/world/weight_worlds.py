@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -13,9 +14,9 @@ from torch import Tensor
 
 from spmd_rl.comm.transport import TransportError
 from spmd_rl.comm.world import World
-from spmd_rl.weights import mirror
 from spmd_rl.weights.publish import Publisher
 from spmd_rl.weights.receive import Receiver
+from spmd_rl.weights.window import Offer
 from tests.weight_cases import make_weights
 
 ROLES = {"train": [0, 3], "rollout": [1, 2]}
@@ -82,13 +83,30 @@ class Both:
 
 
 def everything(job: World, mine: World, transport: str) -> dict[str, Any]:
-    cases = (in_order, slow_and_fast) if transport == "mpi" else (in_order, slow_and_fast, one_after_the_other, shared)
+    cases = (in_order, sent) if transport == "mpi" else (in_order, sent, slow_and_fast, one_after_the_other, shared)
     return {case.__name__: case(job, mine, transport) for case in cases}
 
 
-def in_order(job: World, mine: World, transport: str) -> dict[str, Any]:
+@contextmanager
+def blind() -> Iterator[None]:
+    """As if every rank were on a machine of its own."""
+    look = Offer.look
+    Offer.look = lambda self: None  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        Offer.look = look  # type: ignore[method-assign]
+
+
+def sent(job: World, mine: World, transport: str) -> dict[str, Any]:
+    """The same as messages."""
+    with blind():
+        return in_order(job, mine, transport, "sent")
+
+
+def in_order(job: World, mine: World, transport: str, name: str = "in order") -> dict[str, Any]:
     """Blocking updates; then what is refused."""
-    both = Both(job, mine, transport, "in order", [[1], [2]])
+    both = Both(job, mine, transport, name, [[1], [2]])
     said = []
     if mine.role == "train":
         for version in (0, 1, 5):
@@ -103,7 +121,7 @@ def in_order(job: World, mine: World, transport: str) -> dict[str, Any]:
         assert both.receiver.newest() == 5 and both.receiver.swap(both.sink) == 5
         said.append(_message(lambda: both.receiver.wait(6, 0.2)))
     both.meet()
-    return {**both.close(), "said": said}
+    return {**both.close(), "said": said, "seen": [*both.publisher._seen.values()] if mine.role == "train" else []}
 
 
 def slow_and_fast(job: World, mine: World, transport: str) -> dict[str, Any]:
@@ -160,26 +178,19 @@ def one_after_the_other(job: World, mine: World, transport: str) -> dict[str, An
 def shared(job: World, mine: World, transport: str) -> dict[str, Any]:
     """One replica of two ranks: the second reads the memory of the first, or where it cannot is sent a copy."""
     found: dict[str, Any] = {}
-    seen = mirror.map_peer
     for way in ("mapped", "copied"):
-        both = Both(job, mine, transport, way, [[1, 2]])
-        if way == "copied":
-            mirror.map_peer = _not_here
-        for version in (3, 4):
-            if mine.role == "train":
-                both.publish(version)
-                both.publisher.wait(version)
-            else:
-                both.take(version)
-        both.meet()
-        copies = mine.role == "rollout" and both.receiver._mirror._copies
-        found[way] = {**both.close(), "copies": copies}
-    mirror.map_peer = seen
+        with blind() if way == "copied" else nullcontext():
+            both = Both(job, mine, transport, way, [[1, 2]])
+            for version in (3, 4):
+                if mine.role == "train":
+                    both.publish(version)
+                    both.publisher.wait(version)
+                else:
+                    both.take(version)
+            both.meet()
+            copies = mine.role == "rollout" and both.receiver._mirror._copies
+            found[way] = {**both.close(), "copies": copies}
     return found
-
-
-def _not_here(pid: int, fd: int, size: int) -> Tensor:
-    raise FileNotFoundError(f"/proc/{pid}")
 
 
 def _message(action: Any) -> str:
