@@ -15,7 +15,7 @@ from spmd_rl.comm.transport import TransportError
 from spmd_rl.data.metadata import Schema
 from spmd_rl.data.stream.channel import Bell, Inlet, Outlet
 from spmd_rl.data.stream.codec import decode, encode, largest_bytes
-from spmd_rl.data.stream.frames import Kind, Message, pack, unpack
+from spmd_rl.data.stream.frames import Block, Kind, Message, pack, unpack
 from spmd_rl.data.stream.store import Store
 from tests.exchanges import COLUMNS, make_samples, same_bytes
 
@@ -48,8 +48,12 @@ def test_frames_keep_messages_and_bodies_of_any_size():
     assert len(unpack(pack([], [])).table) == 0
 
 
+def whole(block: torch.Tensor) -> Block:
+    return Block(block, 0, block.numel())
+
+
 def put(store: Store, batch, group: int, of: int, version: int = 0, tokens: int = 0):
-    return store.add(group, version, len(batch), of, tokens, encode(batch), Schema.of(batch))
+    return store.add(group, version, len(batch), of, tokens, whole(encode(batch)), Schema.of(batch))
 
 
 def test_a_group_that_is_not_whole_is_not_ready():

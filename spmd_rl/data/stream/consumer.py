@@ -141,11 +141,12 @@ class Consumer:
         return rows
 
     def _read(self, replica: int, frame: Frame, rows: list[list[int]]) -> None:
+        blocks = frame.blocks()
         for place, row in enumerate(frame.table.tolist()):
             kind, _, group, version, samples, of, tokens, schema = row
             if kind == Kind.GROUP:
                 described = self._store.add(
-                    group, version, samples, of, tokens, frame.body(place), self._schemas[replica, schema]
+                    group, version, samples, of, tokens, blocks[place], self._schemas[replica, schema]
                 )
                 if described is not None:
                     rows.append(described)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -48,8 +49,8 @@ WIDTH = len(Message._fields)
 
 def pack(messages: Sequence[Message], bodies: Sequence[Tensor | None]) -> Tensor:
     """uint8: one frame. A message's `size` must be that of its body."""
-    table = np.array(messages, dtype=np.int64).reshape(-1, WIDTH)
-    head = torch.from_numpy(np.concatenate([[len(messages), 0], table.reshape(-1)]).view(np.uint8))
+    words = chain((len(messages), 0), chain.from_iterable(messages))
+    head = torch.from_numpy(np.fromiter(words, np.int64, 2 + WIDTH * len(messages)).view(np.uint8))
     parts = [head]
     for body in bodies:
         if body is not None and body.numel():
@@ -57,6 +58,17 @@ def pack(messages: Sequence[Message], bodies: Sequence[Tensor | None]) -> Tensor
             if body.numel() % 16:
                 parts.append(torch.zeros(aligned(body.numel()) - body.numel(), dtype=torch.uint8))
     return torch.cat(parts) if len(parts) > 1 else head
+
+
+class Block(NamedTuple):
+    """A part of a frame. Holds on to the whole of it."""
+
+    data: Tensor
+    begin: int
+    size: int
+
+    def tensor(self) -> Tensor:
+        return self.data[self.begin : self.begin + self.size]
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,13 @@ class Frame:
     def body(self, place: int) -> Tensor:
         begin = int(self.begin_N[place])
         return self.data[begin : begin + int(self.table[place, 1])]
+
+    def blocks(self) -> list[Block]:
+        """The bodies, without the cost of a tensor for each."""
+        return [
+            Block(self.data, begin, size)
+            for begin, size in zip(self.begin_N.tolist(), self.table[:, 1].tolist(), strict=True)
+        ]
 
 
 def unpack(data: Tensor) -> Frame:

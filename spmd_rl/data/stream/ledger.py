@@ -57,7 +57,7 @@ class Ledger:
         self.frontier = frontier or Frontier()
         self._known: dict[int, Descriptor] = {}  # ready
         self._ready: dict[int, list[int]] = {}  # heaps of group numbers by round; one heap where the order is free
-        self._claimed: list[int] = []
+        self._claimed: set[int] = set()
         self.ready_tokens = 0
         self.ready_bytes = 0
 
@@ -101,13 +101,13 @@ class Ledger:
             for group in taken:
                 heappush(heap, group)
             return Tick(step, (), given_back, False) if given_back else None
-        self._claimed += taken
+        self._claimed.update(taken)
         return Tick(step, tuple(self._remove(group) for group in taken), given_back, last)
 
     def acknowledge(self) -> Frontier:
         """The step is taken: its groups will never be wanted again. The new frontier."""
         self.frontier = Frontier.of(self._claimed, self.frontier)
-        self._claimed = []
+        self._claimed = set()
         return self.frontier
 
     def missing(self, step: int) -> list[int]:

@@ -7,6 +7,7 @@ that a synchronous run would train on in step s + 1: `prompts_per_step` of them,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 
 @dataclass(frozen=True)
@@ -29,7 +30,7 @@ class Rounds:
     steps: int
     epochs: int = 0
 
-    @property
+    @cached_property
     def per_epoch(self) -> int:
         return -(-self.epoch_length // self.prompts_per_step)
 

@@ -7,7 +7,7 @@ when every sample has every column that is wanted; until then nobody sees it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -16,9 +16,12 @@ from spmd_rl.data.assignment import identity_order
 from spmd_rl.data.batch import Batch, Column
 from spmd_rl.data.metadata import Schema
 from spmd_rl.data.stream.codec import decode, encode
+from spmd_rl.data.stream.frames import Block
+
+_SMALL = 4096  # bytes that may keep a frame alive
 
 
-@dataclass
+@dataclass(slots=True)
 class _Group:
     """parts: (block, schema, samples), not decoded before they are wanted; have: samples per column."""
 
@@ -26,8 +29,8 @@ class _Group:
     version: int
     tokens: int = 0
     bytes: int = 0
-    parts: list[tuple[Tensor, Schema, int]] = field(default_factory=list)
-    have: dict[str, int] = field(default_factory=dict)
+    parts: tuple[tuple[Block, Schema, int], ...] = ()
+    have: dict[str, int] | None = None  # None: the first part had everything
 
 
 class Store:
@@ -44,7 +47,7 @@ class Store:
         return len(self._groups)
 
     def add(
-        self, group: int, version: int, samples: int, of: int, tokens: int, block: Tensor, schema: Schema
+        self, group: int, version: int, samples: int, of: int, tokens: int, block: Block, schema: Schema
     ) -> list[int] | None:
         """A part of a group; the group's descriptor where it is ready with it. version: the oldest in this part;
         of: samples of the whole group; tokens: in this part, counted in one of its parts only."""
@@ -52,15 +55,18 @@ class Store:
         if held is None:
             held = self._groups[group] = _Group(of, version)
         held.version = min(held.version, version)
+        if block.size > _SMALL and 2 * block.size < block.data.numel():
+            block = Block(block.tensor().clone(), 0, block.size)  # lets go of the other groups of the frame
         held.tokens += tokens
-        held.bytes += block.numel()
-        self.bytes += block.numel()
-        held.parts.append((block, schema, samples))
+        held.bytes += block.size
+        self.bytes += block.size
+        held.parts = (*held.parts, (block, schema, samples))
         complete = self._complete.get(schema.digest)
         if complete is None:
             names = {name for name, _, _ in schema.columns}
             complete = self._complete[schema.digest] = set(self.wanted) <= names
         if not (complete and samples == of):
+            held.have = {} if held.have is None else held.have
             for name, _, _ in schema.columns:
                 held.have[name] = held.have.get(name, 0) + samples
             if any(held.have.get(name, 0) != of for name in self.wanted):
@@ -69,8 +75,10 @@ class Store:
 
     def fill(self, group: int, part: Batch, tokens: int = 0) -> list[int] | None:
         """Columns that a stage on this rank has made for a group that is here already."""
-        held = self._groups[group]
-        return self.add(group, held.version, len(part), held.of, tokens, encode(part), Schema.of(part))
+        held, block = self._groups[group], encode(part)
+        return self.add(
+            group, held.version, len(part), held.of, tokens, Block(block, 0, block.numel()), Schema.of(part)
+        )
 
     def take(self, groups: Iterable[int]) -> Batch:
         """The wanted columns of these groups, in ascending order of identity; they leave the store."""
@@ -88,7 +96,7 @@ class Store:
 
 
 def _assemble(held: _Group, wanted: tuple[str, ...]) -> Batch:
-    batches = [decode(block, schema, samples) for block, schema, samples in held.parts]
+    batches = [decode(block.tensor(), schema, samples) for block, schema, samples in held.parts]
     if len(batches) == 1:
         return batches[0].only(wanted)
     columns: Mapping[str, Column] = {name: _column(name, batches)[1] for name in wanted}
