@@ -1,7 +1,8 @@
-"""Lint and types, as tests: what ruff or mypy says is the failure's message."""
+"""Lint and types, as tests (what ruff or mypy says is the failure's message); the documentation names what there is."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,3 +23,14 @@ def test_ruff() -> None:
 
 def test_mypy() -> None:
     assert not run("mypy")
+
+
+def test_tests_that_the_documentation_names_exist() -> None:
+    named = {
+        (path, test)
+        for document in (ROOT / "docs").glob("*.md")
+        for path, test in re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", document.read_text())
+    }
+    assert len(named) > 15
+    missing = [f"{path}::{test}" for path, test in sorted(named) if f"def {test}(" not in (ROOT / path).read_text()]
+    assert missing == []
