@@ -187,7 +187,7 @@ class CommConfig:
     timeout_s: float = 600.0  # of one collective
     init_timeout_s: float = 120.0  # until all ranks have met
     heartbeat_s: float = 60.0  # a rank that is silent for so long is stuck
-    stage_timeout_s: float = 1800.0  # of one stage on one rank
+    stage_timeout_s: float = 1800.0  # of one stage on one rank (dynamic sampling: of all rounds of a step)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ next step, one version old then. Rewards are those of the task, before any shapi
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass
 from math import inf
 
@@ -57,8 +58,7 @@ def experience(context: Context, _: Batch) -> Batch:
         batch, accepted = _round(context)
         found = seen.add(context, batch, [key for key, ok in zip(keys_of(batch), accepted, strict=True) if ok])
         keys += found
-        mine = [key in set(found) for key in keys_of(batch)]
-        held = Batch.concat([held, batch.select(torch.tensor(mine, dtype=torch.bool).nonzero().flatten())])
+        held = Batch.concat([held, _those_in(set(found), batch)])
     places = choose(keys, wanted)
     if len(places) < wanted and not loader.exhausted:
         waiting.put(held, len(keys))
@@ -69,11 +69,10 @@ def experience(context: Context, _: Batch) -> Batch:
             "task is too hard or too easy, the reward is constant, or train.samples_per_prompt is too small",
             held if context.replica == 0 else Batch.empty(),
         )
-    now_S = torch.tensor([key in places for key in keys_of(held)], dtype=torch.bool)
-    waiting.put(held.select((~now_S).nonzero().flatten()), len(keys) - len(places))
+    waiting.put(_those_in(set(keys) - places.keys(), held), len(keys) - len(places))
     context.metrics.set("dynamic/rounds", rounds)
     context.metrics.set("dynamic/waiting", waiting.count)
-    return _step_of(held.select(now_S.nonzero().flatten()), places, config.train.updates_per_step)
+    return _step_of(_those_in(places.keys(), held), places, config.train.updates_per_step)
 
 
 def _round(context: Context) -> tuple[Batch, list[bool]]:
@@ -89,6 +88,11 @@ def _round(context: Context) -> tuple[Batch, list[bool]]:
     if context.replica == 0:
         context.metrics.mean("dynamic/kept_fraction", teaching_G.sum(), len(teaching_G))
     return batch, teaching_G[batch.groups()].tolist()
+
+
+def _those_in(groups: Set[Key], batch: Batch) -> Batch:
+    inside = [i for i, key in enumerate(keys_of(batch)) if key in groups]
+    return batch.select(torch.tensor(inside, dtype=torch.int64))
 
 
 @dataclass

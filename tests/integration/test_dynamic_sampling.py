@@ -84,16 +84,6 @@ def same(ours, theirs):
             assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-6), (name, mine["step"])
 
 
-def test_the_world_size_changes_nothing_also_over_a_resume(tmp_path, model, alone):
-    """Three ranks stop after a step that left groups waiting; two go on with them."""
-    alone, _ = alone
-    waiting = next(line["step"] for line in metrics(alone)[:-1] if line["dynamic/waiting"])
-    config = config_in(tmp_path, model)
-    start(config, f"train.steps={waiting}", ranks=3).check()
-    start(config, ranks=2).check()
-    same(tmp_path / "run", alone)
-
-
 def test_d2_a_reward_that_is_always_equal_stops_with_what_to_do(tmp_path, model):
     done = start(config_in(tmp_path, model, "constant", {"dynamic_sampling_tries": 2}), launcher="single")
     assert done.returncode != 0
@@ -101,17 +91,31 @@ def test_d2_a_reward_that_is_always_equal_stops_with_what_to_do(tmp_path, model)
     assert "the rewards lie between 1 and 1" in done.stderr and "start again for further rounds" in done.stderr
 
 
-def test_d2_groups_accepted_before_the_stop_are_kept(tmp_path, model, alone):
-    """The run goes on with them: its steps are those of the run that had as many rounds as it needed."""
-    alone, _ = alone
-    done = start(config_in(tmp_path, model, algorithm={"dynamic_sampling_tries": 1}), launcher="single")
+@pytest.fixture(scope="module")
+def resumed(tmp_path_factory, model, alone):
+    """Two runs that began otherwise and went on in one process: on two ranks, up to a step that left groups waiting;
+    and with one round per step, until a round did not suffice."""
+    larger, stopped = tmp_path_factory.mktemp("larger"), tmp_path_factory.mktemp("stopped")
+    waiting = next(line["step"] for line in metrics(alone[0])[:-1] if line["dynamic/waiting"])
+    start(config_in(larger, model), f"train.steps={waiting}", ranks=2).check()
+    done = start(config_in(stopped, model, algorithm={"dynamic_sampling_tries": 1}), launcher="single")
     assert done.returncode == 2 and "of the 4 groups wanted have rewards that differ" in done.stderr, done.stderr
-    last = max(step for step, _, _ in samples(tmp_path / "run").values())
-    kept = [id for id, (step, _, _) in samples(tmp_path / "run").items() if step == last]
-    assert 0 < len(kept) < 4 * 3 and len(metrics(tmp_path / "run")) == last - 1  # on record; the step itself is not
-    start(config_in(tmp_path, model), launcher="single").check()
-    assert samples(tmp_path / "run") == samples(alone)
-    assert metrics(tmp_path / "run")[-1]["loss/policy"] == pytest.approx(metrics(alone)[-1]["loss/policy"], abs=1e-6)
+    last = max(step for step, _, _ in samples(stopped / "run").values())
+    kept = [id for id, (step, _, _) in samples(stopped / "run").items() if step == last]
+    assert 0 < len(kept) < 4 * 3 and len(metrics(stopped / "run")) == last - 1  # on record; the step itself is not
+    start_each([str(config_in(larger, model))], [str(config_in(stopped, model))])
+    return larger / "run", stopped / "run"
+
+
+def test_the_world_size_changes_nothing_also_over_a_resume(resumed, alone):
+    same(resumed[0], alone[0])
+
+
+def test_d2_groups_accepted_before_the_stop_are_kept(resumed, alone):
+    """The run goes on with them: its steps are those of the run that had as many rounds as it needed."""
+    assert samples(resumed[1]) == samples(alone[0])
+    ours, theirs = (metrics(run)[-1]["loss/policy"] for run in (resumed[1], alone[0]))
+    assert ours == pytest.approx(theirs, abs=1e-6)
 
 
 def test_prompts_that_end_first_give_a_smaller_last_step(alone):
