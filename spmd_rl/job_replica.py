@@ -128,18 +128,23 @@ class Replica:
         while not self.producer.ended and time.monotonic() < until and bool(self.desk.unfinished()) == drawing:
             self.producer.listen()
             self._heed_notes()
-            if not self._swap():
-                self._admit()
+            self._swap()
+            self._admit()
             if self.desk.unfinished():
                 self.desk.step()
             moved = self._advance()
             if not (drawing or moved or self.desk.unfinished()):
                 self.producer.listen(_NAP_S)
 
-    def _swap(self) -> bool:
-        """Take newer weights where they are there; whether nothing may be begun before."""
+    def _swap(self) -> None:
+        """Take newer weights where they are there.
+
+        Between groups: when nothing is being drawn, which comes about at the latest when the bound on staleness lets
+        nothing more be begun. To empty the engine for every version would leave it half empty most of the time, while
+        the longest responses end.
+        """
         if self.receiver.newest() <= self.version:
-            return False
+            return
         engine, stream = self.engines["rollout"], self.config.stream
         if not self.desk.unfinished():
             with self.spans("load_weights"):
@@ -147,9 +152,6 @@ class Replica:
         elif stream.swap == "in_flight":
             with self.spans("load_weights"):
                 self.version = self.receiver.swap_in_flight(engine, stream.keep_cache)
-        else:
-            return True
-        return False
 
     def _admit(self) -> None:
         """Begin the groups that may be begun, as long as the engine has places and the stream has room."""

@@ -218,7 +218,7 @@ class StreamConfig:
     #   first; a group that is too old by then is given back and drawn again
     train_on: str = "microbatch"  # microbatch: training begins once one is full | step: once all groups have come
     limit_mib: float = 256.0  # of groups from one replica that are being drawn, on their way, or waiting
-    swap: str = "between_groups"  # a replica takes new weights: between_groups: once what it has begun is finished |
+    swap: str = "between_groups"  # a replica takes new weights: between_groups: once nothing is being drawn |
     #   rolling: the same, one replica after the other | in_flight: between two tokens of what is being drawn
     keep_cache: bool = False  # in_flight: running responses keep the keys and values of their tokens; false: made anew
 
