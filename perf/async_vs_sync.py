@@ -100,11 +100,14 @@ def sleeping(folder: Path) -> Path:
 
 
 def real(folder: Path) -> Path:
-    """The quickstart's model and task, with room for long answers."""
+    """The quickstart's model, asked for explanations: their lengths differ widely."""
+    source = {"name": "sums", "generator": "chain_sum", "params": {"min_terms": 2, "max_terms": 3}, "size": 4000}
     settings = {
         "defaults": str(ROOT / "configs" / "quickstart.yaml"),
         "run": {"name": "real", "folder": str(folder / "run")},
-        "rollout": {"max_tokens": 96},
+        "data": {"train": [{**source, "seed": 1, "system_prompt": "Answer, and say how you found it."}], "eval": []},
+        "rollout": {"max_tokens": 160, "max_sequences": 64},
+        "train": {"prompts_per_step": 8, "samples_per_prompt": 4, "tokens_per_microbatch": 1024},
     }
     return written(folder, settings)
 

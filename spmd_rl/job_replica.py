@@ -111,6 +111,7 @@ class Replica:
             made.halves.columns,
             config.rollout.max_tokens,
             (inlet, outlet, bell),
+            shared=config.model.prefix_sharing,
         )
         self.receiver = Receiver(
             self.job,

@@ -34,18 +34,22 @@ def check_contract(graph: Graph, mode: str = "sync") -> None:
 def check_async(config: Config) -> None:
     """Refuse settings that cannot be had with mode=async, for recipes that reward and judge each group by itself."""
     algorithm, stream, train = config.algorithm, config.stream, config.train
-    if algorithm.advantage in OVER_THE_BATCH:
+    by_group = stream.train_on != "step"
+    if algorithm.advantage in OVER_THE_BATCH and by_group:
         raise UserError(
             f"algorithm.advantage={algorithm.advantage} compares the samples of a whole step, but with mode=async "
-            "groups come one by one: choose an advantage within the group, as grpo or rloo"
+            "groups come one by one: set stream.train_on=step, or choose an advantage within the group, as grpo or rloo"
         )
     if algorithm.dynamic_sampling:
         raise UserError("algorithm.dynamic_sampling fills whole steps in rounds: not there yet with mode=async")
     if algorithm.kl_target:
         raise UserError("algorithm.kl_target moves the coefficient after whole steps: not there yet with mode=async")
-    if algorithm.kl_coef and algorithm.kl_in == "reward":
-        raise UserError("algorithm.kl_in=reward needs the trainers before the reward: with mode=async set kl_in=loss")
-    if train.updates_per_step > 1 and stream.train_on != "step":
+    if algorithm.kl_coef and algorithm.kl_in == "reward" and by_group:
+        raise UserError(
+            "algorithm.kl_in=reward needs the trainers before the advantage: with mode=async set stream.train_on=step, "
+            "or kl_in=loss"
+        )
+    if train.updates_per_step > 1 and by_group:
         raise UserError(
             f"train.updates_per_step={train.updates_per_step} divides a whole step: with mode=async it needs "
             "stream.train_on=step"

@@ -33,6 +33,8 @@ def graph(config: Config, world_size: int) -> Graph:
         check_async(config)
     replicas = Placement(roles.rollout if roles else None, {"dp": REST, "tp": config.rollout.tensor_parallel})
     trainers = Placement(roles.train if roles else None)
+    # Where a step comes to the trainers as a whole, it can be judged as a whole.
+    judges = trainers if roles and config.stream.train_on == "step" else replicas
     scored = ("prompt", "response")
     trained = [*scored, "turn", "rollout_logprob", "advantage", "loss_mask"]
     nodes = generation(config, replicas)
@@ -66,7 +68,7 @@ def graph(config: Config, world_size: int) -> Graph:
     # The first stage on the trainers spreads the samples evenly; the later ones find them there.
     on_trainers[0] = replace(on_trainers[0], balance=Balance(keep_groups=True))
     nodes += [
-        Stage("advantage", stages.advantage, tuple(judged), ("advantage", "loss_mask"), placement=replicas),
+        Stage("advantage", stages.advantage, tuple(judged), ("advantage", "loss_mask"), placement=judges),
         *(replace(stage, placement=trainers) for stage in on_trainers),
     ]
     if roles is None:

@@ -40,6 +40,29 @@ def same_training(ours: Path, theirs: Path) -> None:
             assert mine[name] == pytest.approx(other[name], rel=1e-4, abs=1e-5), (name, mine["step"])
 
 
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm.advantage=reinforce_pp", "algorithm.kl_coef=0.1", "algorithm.kl_in=reward"],
+        ["algorithm.kl_coef=0.1", "train.updates_per_step=2", "algorithm.aggregation=seq_mean_token_mean"],
+    ],
+)
+def test_what_needs_a_whole_step_gets_it(tmp_path, model, overrides):
+    """Statistics over the step, a penalty from the trainers, two updates: as in the synchronous run."""
+    runs = []
+    for mode, ranks, own in (("sync", 1, []), ("async", 3, ["placement.train=2", "stream.train_on=step"])):
+        folder = tmp_path / mode
+        folder.mkdir()
+        both = ["train.steps=2", "checkpoint.every=0", *overrides]
+        start(tiny_config(folder, model), f"mode={mode}", *both, *own, "stream.staleness=0", ranks=ranks).check()
+        runs.append(folder / "run")
+    assert samples(runs[0]) == samples(runs[1])
+    for ours, theirs in zip(metrics(runs[1]), metrics(runs[0]), strict=True):
+        for name in ("loss/policy", "grad_norm", "ratio/max", "kl/ref"):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-6), name
+
+
 def ages(run: Path) -> list[float]:
     return [step["staleness/max"] for step in metrics(run)]
 
@@ -156,7 +179,7 @@ def test_evaluations_are_of_the_weights_they_are_named_after(tmp_path, model):
         (["placement.train=many"], "a number of ranks (2), a fraction (0.5) or a list of ranks is wanted"),
         (["placement.train=1", "stream.staleness=-1"], "stream.staleness=-1: at least 0 is wanted"),
         (["placement.train=1", "stream.limit_mib=0.001"], "is less than one group"),
-        (["placement.train=1", "algorithm.advantage=reinforce_pp"], "choose an advantage within the group"),
+        (["placement.train=1", "algorithm.advantage=reinforce_pp"], "set stream.train_on=step, or choose an advantage"),
         (["placement.train=1", "train.updates_per_step=2"], "needs stream.train_on=step"),
         (["mode=sync", "placement.train=1"], "placement.train=1 needs mode=async"),
     ],

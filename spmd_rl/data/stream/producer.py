@@ -22,15 +22,22 @@ _WIDEST = 8  # bytes of one token in a column that is still to be made
 
 
 class Producer:
-    """columns: what the trainers want; longest: tokens of the longest response, which bounds columns to come."""
+    """columns: what the trainers want; longest: tokens of the longest response, which bounds columns to come;
+    shared: the trainers compute the prompt of a group once, so it counts once."""
 
     def __init__(
-        self, starts: Starts, limit: int, columns: tuple[str, ...], longest: int, line: tuple[Inlet, Outlet, Bell]
+        self,
+        starts: Starts,
+        limit: int,
+        columns: tuple[str, ...],
+        longest: int,
+        line: tuple[Inlet, Outlet, Bell],
+        shared: bool = False,
     ) -> None:
         self.starts, self.credits = starts, Credits(limit)
         self.ended = False  # the trainers want nothing more
         self.notes: list[Any] = []  # what the trainers have said beside
-        self._columns, self._longest = columns, longest
+        self._columns, self._longest, self._shared = columns, longest, shared
         self._inlet, self._outlet, self._bell = line
         self._schemas: dict[int, int] = {}  # digest → number
 
@@ -68,11 +75,15 @@ class Producer:
             columns = ", ".join(f"{name} {part[name].values.nbytes}" for name in self._columns)
             raise UserError(f"a column is larger than {_WIDEST} bytes a token: {error} ({columns})") from None
         version = int(part["version"].values.min()) if len(part) else 0
-        tokens = sum(int(part[name].lengths.sum()) for name in COST if name in part)
+        tokens = sum(int(part[name].lengths[: self._counted(name)].sum()) for name in COST if name in part)
         described = Message(
             Kind.GROUP, block.numel(), group, version, len(part), of=len(part), tokens=tokens, schema=number
         )
         self._outlet.put_all([*messages, (described, block)])
+
+    def _counted(self, column: str) -> int | None:
+        """How many samples of a group the tokens of a column are counted of."""
+        return 1 if self._shared and column == COST[0] else None
 
     def tell(self, note: Any) -> None:
         """Anything that can be pickled, for the home trainer."""
