@@ -106,7 +106,7 @@ def real(folder: Path) -> Path:
         "defaults": str(ROOT / "configs" / "quickstart.yaml"),
         "run": {"name": "real", "folder": str(folder / "run")},
         "data": {"train": [{**source, "seed": 1, "system_prompt": "Answer, and say how you found it."}], "eval": []},
-        "rollout": {"max_tokens": 160, "max_sequences": 64},
+        "rollout": {"max_tokens": 96, "max_sequences": 64},
         "train": {"prompts_per_step": 8, "samples_per_prompt": 4, "tokens_per_microbatch": 1024},
     }
     return written(folder, settings)

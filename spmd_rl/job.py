@@ -93,9 +93,7 @@ class Job:
         opened.callback(self.recorder.spans.flush)
         if world.rank == 0:
             (self.folder / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        self.recorder.start(
-            f"spmd_rl: {config.run.name}", {"launch": describe(world), **derived_sizes(config, world.size)}
-        )
+        self.recorder.start(f"spmd_rl: {config.run.name}", self._facts())
         self.engines = self._build(opened)
         self.checkpointer = Checkpointer(self.folder / "checkpoints", world, keep=config.checkpoint.keep)
         edges = [(op.source, op.destination) for op in self.plan.exchanges()]
@@ -142,6 +140,10 @@ class Job:
             self._finish()
         self._end()
         self.recorder.close()
+
+    def _facts(self) -> dict[str, object]:
+        """What stands at the start of the log."""
+        return {"launch": describe(self.world), **derived_sizes(self.config, self.world.size)}
 
     def _claimed(self) -> None:
         """Once the run folder is this run's."""

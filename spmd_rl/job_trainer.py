@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from typing import Any
 
+from spmd_rl.comm.bootstrap import describe
 from spmd_rl.comm.liveness import Liveness
 from spmd_rl.comm.stop import StopFlag
 from spmd_rl.comm.transport import make_transport
 from spmd_rl.comm.world import World
+from spmd_rl.config.check import derived_sizes
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.stream.admission import Frontier
@@ -18,6 +20,7 @@ from spmd_rl.data.stream.consumer import Consumer
 from spmd_rl.data.stream.ledger import Ledger
 from spmd_rl.data.stream.store import Store
 from spmd_rl.graph.roles import SOURCE
+from spmd_rl.graph.stage import rank_spans
 from spmd_rl.job import Job
 from spmd_rl.job_async import Cast, meet, open_stream, share
 from spmd_rl.observe.metrics import Metrics
@@ -62,6 +65,15 @@ class TrainerJob(Job):
         self._job, self._cast = job, made
         super().__init__(config, mine, made.train, watch, stop, opened)
         self.source = self.engines[SOURCE] = Source()
+
+    def _facts(self) -> dict[str, object]:
+        config, roles = self.config, self._cast.roles
+        return {
+            "launch of the trainers": describe(self.world),
+            "roles": f"ranks {rank_spans(roles.train)} train, ranks {rank_spans(roles.rollout)} draw",
+            "groups drawn ahead at most": config.train.prompts_per_step * (config.stream.staleness + 1),
+            **derived_sizes(config, len(roles.rollout)),
+        }
 
     def _claimed(self) -> None:
         share(self._job, done=self.done)
