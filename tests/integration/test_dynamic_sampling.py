@@ -35,6 +35,7 @@ def config_in(folder, model, reward="rare", algorithm=(), **train):
     path = tiny_config(
         folder,
         model,
+        run={"threads": 1},
         algorithm={**DYNAMIC, **dict(algorithm)},
         train={**SIZES, "tokens_per_microbatch": 300, "optimizer": {"lr": 1e-3}, **train},
         reward={"functions": [{"function": f"{folder / 'dynamic_rewards.py'}:{reward}"}], "workers": 0},

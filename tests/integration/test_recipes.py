@@ -40,6 +40,7 @@ def runs(tmp_path_factory) -> dict[str, Path]:
     config = tiny_config(
         folder,
         model,
+        run={"threads": 1},
         reward={"functions": [{"function": f"{folder / 'rewards.py'}:letters"}], "workers": 0},
         train={
             **{"steps": 2, "prompts_per_step": 4, "samples_per_prompt": 4, "tokens_per_microbatch": 2000},

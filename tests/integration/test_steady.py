@@ -21,6 +21,7 @@ def config_in(folder: Path, model: Path, algorithm, **train) -> Path:
     return tiny_config(
         folder,
         model,
+        run={"threads": 1},
         algorithm=algorithm,
         train={**SMALL, "optimizer": {"lr": 1e-5}, **train},
         reward={"functions": [{"function": f"{folder / 'rewards.py'}:letters"}], "workers": 0},
