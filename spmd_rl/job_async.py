@@ -16,6 +16,7 @@ from spmd_rl.comm.liveness import Liveness
 from spmd_rl.comm.placement import detect
 from spmd_rl.comm.stop import StopFlag
 from spmd_rl.comm.world import World
+from spmd_rl.config.check import check_world
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.load import to_yaml
 from spmd_rl.config.schema import Config
@@ -62,11 +63,12 @@ class Start:
 
 def cast(config: Config, size: int) -> Cast:
     """Roles and graphs for a job of `size` ranks. Pure; raises UserError for everything that does not fit."""
-    declared = load_graph(config.run.graph)(config, size)
-    check_contract(declared, config.mode)
     roles = roles_of(config, size)
     if roles is None:
         raise UserError("mode=async is wanted here")
+    check_world(config, len(roles.rollout))
+    declared = load_graph(config.run.graph)(config, size)
+    check_contract(declared, config.mode)
     halves = cut(declared, roles, RECORDED)
     made = Cast(roles, halves, resolve(halves.train, len(roles.train)), resolve(halves.rollout, len(roles.rollout)))
     unplaced = [name for name in ("rollout", "prompts") if name not in made.rollout.placements]

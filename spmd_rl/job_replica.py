@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
+
 from spmd_rl.comm.liveness import Liveness
+from spmd_rl.comm.roles import group_of
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
@@ -17,6 +21,7 @@ from spmd_rl.data.loader import Position, PromptLoader
 from spmd_rl.data.stream.admission import Starts
 from spmd_rl.data.stream.channel import Bell
 from spmd_rl.data.stream.producer import Producer
+from spmd_rl.engines.rollout.lead import Lead, follow
 from spmd_rl.graph.groups import GroupRun
 from spmd_rl.graph.stage import BuildContext, Context
 from spmd_rl.job_async import Cast, Start, meet, open_stream, share
@@ -48,7 +53,10 @@ class _At:
 
 
 class Replica:
-    """job: the world of all ranks; mine: that of the replicas. Made and run collectively over the replicas."""
+    """job: the world of all ranks; mine: that of the replicas. Made and run collectively over the replicas.
+
+    Of a replica of several ranks the first one, its head, does all of this; the others repeat what its engine does.
+    """
 
     def __init__(self, config: Config, job: World, mine: World, made: Cast, watch: Liveness, opened: ExitStack) -> None:
         self.config, self.job, self.world, self.cast, self.watch = config, job, mine, made, watch
@@ -67,24 +75,66 @@ class Replica:
                 self.engines[spec.name] = spec.build(BuildContext(config, mine, mesh, self.engines))
                 if hasattr(self.engines[spec.name], "close"):
                     opened.callback(self.engines[spec.name].close)
+                if spec.name == "rollout":
+                    self._form_replica()
         self.desk = self.engines["desk"]
-        if config.stream.swap == "in_flight" and not hasattr(self.engines["rollout"], "abort"):
-            name = type(self.engines["rollout"]).__name__
-            raise UserError(f"stream.swap=in_flight: {name} cannot take weights while it draws; set between_groups")
         self.version = 0
         self._running: dict[int, _Running] = {}
         self._next: tuple[int, GroupRun] | None = None  # read, but without room so far
+
+    def _form_replica(self) -> None:
+        """The engine is there: let the head of each replica lead it, and know the other heads."""
+        engine, replicas = self.engines["rollout"], self.cast.replicas
+        if self.config.stream.swap == "in_flight" and not hasattr(engine, "abort"):
+            name = type(engine).__name__
+            raise UserError(f"stream.swap=in_flight: {name} cannot take weights while it draws; set between_groups")
+        self.number = next(number for number, ranks in enumerate(replicas) if self.job.rank in ranks)
+        self._group = group_of(self.world, replicas, self.config.comm.stage_timeout_s)
+        self._is_head = self.job.rank == replicas[self.number][0]
+        self._heads = self.world.control
+        if len(replicas[0]) > 1:
+            heads = [self.cast.roles.rollout.index(ranks[0]) for ranks in replicas]
+            self._heads = dist.new_group(heads, timeout=timedelta(seconds=self.world.timeout_s), backend="gloo")
+        self.lead = self.engines["rollout"] = Lead(engine, self._group)
 
     def run(self) -> None:
         """Until the trainers end the stream."""
         if self.finished:
             return
         with self.watch.stage("meet", 0):
-            self._open(meet(self.job, self.config, epoch_length=self.engines["loader"].epoch_length))
+            start = meet(self.job, self.config, epoch_length=self.engines["loader"].epoch_length)
+            self.rounds, self.version = start.rounds, start.done
+            if self._is_head:
+                self._open(start)  # before the receiver, as the trainers do: opening a line waits for its other end
+            self.receiver = Receiver(
+                self.job,
+                self.world,
+                self.cast.replicas,
+                self.cast.roles.train,
+                self.config.comm.transport,
+                self.config.comm.stage_timeout_s,
+                rolling=self.config.stream.swap == "rolling",
+            )
+        if self._is_head:
+            self._draw()
+        else:
+            self._follow()
+        self.receiver.close()
+
+    def _follow(self) -> None:
+        assert self._group is not None
+        more = True
+        while more:
+            with self.watch.stage("follow", max(self.receiver.version, self.version) + 1), self.spans("follow"):
+                until = time.monotonic() + _STRETCH_S
+                while more and time.monotonic() < until:
+                    more = follow(self.lead.engine, self.receiver, self._group)
+
+    def _draw(self) -> None:
         limit_s = self.config.comm.stage_timeout_s
         with self.watch.stage("weights", self.version), self.spans("weights"):
             self.receiver.wait(self.version, limit_s)
-            self.version = self.receiver.swap(self.engines["rollout"])
+            self.version = self.lead.swap(self.receiver)
         while not self.producer.ended:
             if self.desk.unfinished():
                 with self.watch.stage("rollout", self.version + 1), self.spans("rollout"):
@@ -94,17 +144,14 @@ class Replica:
                     self._stretch(drawing=False)
             self._check_deadlines(limit_s)
         self.spans.flush()
+        self.lead.end()
         self.producer.close(limit_s)
-        self.receiver.close()
 
     def _open(self, start: Start) -> None:
-        config, made = self.config, self.cast
-        replicas = made.replicas
-        number = next(r for r, ranks in enumerate(replicas) if self.job.rank in ranks)
-        self.rounds, self.version = start.rounds, start.done
+        config, made, number = self.config, self.cast, self.number
         bell = Bell()
         inlet, outlet = open_stream(config, self.job, made.roles.train[made.home(number)], number, bell)
-        starts = Starts(start.rounds, config.stream.staleness, number, len(replicas), start.frontier)
+        starts = Starts(start.rounds, config.stream.staleness, number, len(made.replicas), start.frontier)
         self.producer = Producer(
             starts,
             int(config.stream.limit_mib * 2**20),
@@ -113,19 +160,11 @@ class Replica:
             (inlet, outlet, bell),
             shared=config.model.prefix_sharing,
         )
-        self.receiver = Receiver(
-            self.job,
-            self.world,
-            replicas,
-            made.roles.train,
-            config.comm.transport,
-            config.comm.stage_timeout_s,
-            rolling=config.stream.swap == "rolling",
-        )
 
     def _stretch(self, drawing: bool) -> None:
         """Work for about a second, as long as there is the one or the other to do."""
         until = time.monotonic() + _STRETCH_S
+        self.lead.beat()
         while not self.producer.ended and time.monotonic() < until and bool(self.desk.unfinished()) == drawing:
             self.producer.listen()
             self._heed_notes()
@@ -146,13 +185,12 @@ class Replica:
         """
         if self.receiver.newest() <= self.version:
             return
-        engine, stream = self.engines["rollout"], self.config.stream
         if not self.desk.unfinished():
             with self.spans("load_weights"):
-                self.version = self.receiver.swap(engine)
-        elif stream.swap == "in_flight":
+                self.version = self.lead.swap(self.receiver)
+        elif self.config.stream.swap == "in_flight":
             with self.spans("load_weights"):
-                self.version = self.receiver.swap_in_flight(engine, stream.keep_cache)
+                self.version = self.lead.swap_in_flight(self.receiver, self.config.stream.keep_cache)
 
     def _admit(self) -> None:
         """Begin the groups that may be begun, as long as the engine has places and the stream has room."""
@@ -206,10 +244,11 @@ class Replica:
                 self.desk.step()
                 self._advance()
             self.receiver.wait(version, limit_s)
-            self.version = self.receiver.swap(self.engines["rollout"])
+            self.version = self.lead.swap(self.receiver)
             layout = self.cast.rollout.placements["rollout"].layout
             slot, replica = divmod(layout.ranks.index(self.world.rank), layout.replicas)
-            context = Context(self.config, self.world, self.engines, version, Metrics(), slot, layout.slots, replica)
+            heads = replace(self.world, control=self._heads)  # who has something to evaluate
+            context = Context(self.config, heads, self.engines, version, Metrics(), slot, layout.slots, replica)
             self.producer.tell(evaluate(context))
 
     def _check_deadlines(self, limit_s: float) -> None:

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
+from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 
 
@@ -46,3 +47,15 @@ def gloo_group(store: dist.Store, rank: int, size: int, timeout: timedelta) -> P
     group._set_default_backend(ProcessGroup.BackendType.GLOO)
     group._register_backend(torch.device("cpu"), ProcessGroup.BackendType.GLOO, backend)
     return group
+
+
+def group_of(world: World, groups: Sequence[Sequence[int]], limit_s: float) -> ProcessGroup | None:
+    """A gloo group over those of `groups` (ranks of the job, of this role) that this rank is in; None for a group of
+    one. Collective over the role; limit_s: deadline of one collective."""
+    places = {world.job_rank(rank): rank for rank in range(world.size)}
+    own = None
+    for ranks in groups:
+        if len(ranks) > 1:
+            made = dist.new_group([places[rank] for rank in ranks], timeout=timedelta(seconds=limit_s), backend="gloo")
+            own = made if world.job_rank() in ranks else own
+    return own

@@ -77,11 +77,12 @@ def check_model_folder(config: Config) -> None:
 
 
 def check_world(config: Config, size: int) -> None:
-    """Refuse a world that the mesh does not divide."""
+    """Refuse a number of ranks that draw which the mesh does not divide."""
     tensor_parallel = config.rollout.tensor_parallel
     if size % tensor_parallel:
+        more = "start" if config.mode == "sync" else "place"
         raise UserError(
-            f"{size} ranks are not divisible by rollout.tensor_parallel={tensor_parallel}: start a multiple of "
+            f"{size} ranks are not divisible by rollout.tensor_parallel={tensor_parallel}: {more} a multiple of "
             f"{tensor_parallel} ranks, or set one of {_divisors(size)}"
         )
     if tensor_parallel > 1 and config.rollout.engine != "vllm":
@@ -97,7 +98,7 @@ def one_of(key: str, value: str, valid: Sequence[str]) -> None:
 
 
 def derived_sizes(config: Config, size: int) -> dict[str, int | float]:
-    """What the settings amount to, for people to read at the start."""
+    """What the settings amount to, for people to read at the start. size: ranks that draw."""
     train = config.train
     samples = train.prompts_per_step * train.samples_per_prompt
     slots = size // config.rollout.tensor_parallel

@@ -54,8 +54,6 @@ def check_async(config: Config) -> None:
             f"train.updates_per_step={train.updates_per_step} divides a whole step: with mode=async it needs "
             "stream.train_on=step"
         )
-    if config.rollout.tensor_parallel > 1:
-        raise UserError("rollout.tensor_parallel above 1 is not there yet with mode=async: set it to 1")
     tokens = config.data.max_prompt_tokens, config.rollout.max_tokens
     # prompt, response, rollout_logprob, advantage, loss_mask; the rest is small and unknown before it comes.
     columns = [(4, tokens[0]), (4, tokens[1]), (4, tokens[1]), (4, tokens[1]), (1, tokens[1])]

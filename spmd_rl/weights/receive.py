@@ -7,16 +7,15 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from datetime import timedelta
 from functools import partial
 from typing import Protocol
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from spmd_rl.comm.line import Line, open_line
+from spmd_rl.comm.roles import group_of
 from spmd_rl.comm.transport import TransportError
 from spmd_rl.comm.world import World
 from spmd_rl.weights.buckets import Bucket, buckets, sources
@@ -26,7 +25,6 @@ from spmd_rl.weights.shelf import NOTHING
 from spmd_rl.weights.window import Offer
 from spmd_rl.weights.words import BYE, DONE, READY, Grant, number, word
 
-_FAILED = -2
 _JOIN_S = 5.0
 
 
@@ -47,8 +45,9 @@ class Receiver:
 
     The head of each replica receives; the other ranks of the replica read its memory, or where they cannot see it are
     sent a copy when weights are swapped. rolling: a version is shown only once the replica before has swapped to it,
-    so that at most one replica at a time drains. The rest is as for `Publisher`. Methods are collective over the ranks
-    of the replica; errors of the receiving thread are raised by the next call, on each of them.
+    so that at most one replica at a time drains. The rest is as for `Publisher`. `newest` and `wait` are for the head
+    alone; swapping is collective over the ranks of the replica. Errors of the receiving thread are raised by the next
+    call.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class Receiver:
         self.receiving = False  # bytes are coming in now
         index = next(i for i, replica in enumerate(replicas) if job.rank in replica)
         self._ranks = tuple(replicas[index])
-        self._group = _own_group(rollout, replicas, index, limit_s)
+        self._group = group_of(rollout, replicas, limit_s)
         self._mirror = Mirror(job, self._ranks, self._group)
         self._changed = threading.Condition()  # guards what follows, on the head
         self._complete = NOTHING  # version in the second buffer
@@ -102,23 +101,17 @@ class Receiver:
     def newest(self) -> int:
         """The version that `swap` would load, or has loaded."""
         with self._changed:
-            shown = self._shown()
-        return self._agreed(shown)
+            return self._shown()
 
     def wait(self, version: int, timeout_s: float) -> None:
         """Until `newest()` is at least `version`. Raises TimeoutError after `timeout_s` seconds."""
         with self._changed:
-            if self._job.rank == self._ranks[0]:
-                self._changed.wait_for(
-                    lambda: self._error or self._bye or self._shown() >= version, min(timeout_s, self._limit_s)
-                )
-            shown = self._shown()
-        found = self._agreed(shown)
+            self._changed.wait_for(lambda: self._error or self._bye or self._shown() >= version, timeout_s)
+            found = self._shown()
         if found < version:
-            source = f"ranks {list(self._from.trainers)}" if self._job.rank == self._ranks[0] else "the trainers"
             raise TimeoutError(
-                f"rank {self._job.rank} waited {timeout_s:g} s for version {version} of the weights from {source}; it "
-                f"has version {found}{self._bye}"
+                f"rank {self._job.rank} waited {timeout_s:g} s for version {version} of the weights from ranks "
+                f"{list(self._from.trainers)}; it has version {found}{self._bye}"
             )
 
     def swap(self, engine: Loads) -> int:
@@ -140,7 +133,7 @@ class Receiver:
             thread.join(_JOIN_S)
 
     def _swap(self, load: Callable[[Iterable[tuple[str, Tensor]], int], None]) -> int:
-        version = self.newest()
+        version = self._agreed(self.newest() if self._job.rank == self._ranks[0] else NOTHING)
         if version == self.version:
             return version
         begin = time.monotonic()
@@ -159,21 +152,18 @@ class Receiver:
     def _shown(self) -> int:
         """On the head: the version to swap to now."""
         if self._error is not None:
-            return _FAILED
+            raise TransportError(f"weights were not received: {self._error}") from self._error
         if self._complete == NOTHING or (self.version != NOTHING and self._before < self._complete):
             return self.version
         return self._complete
 
     def _agreed(self, version: int) -> int:
-        """What the head says, on all ranks of the replica; raises what its thread met."""
-        if self._group is not None:
-            told = torch.tensor([version])
-            dist.broadcast(told, group=self._group, group_src=0)
-            version = int(told)
-        if version == _FAILED:
-            reason = self._error or f"rank {self._ranks[0]} met an error"
-            raise TransportError(f"weights were not received: {reason}") from self._error
-        return version
+        """What the head says, on all ranks of the replica."""
+        if self._group is None:
+            return version
+        told = torch.tensor([version])
+        dist.broadcast(told, group=self._group, group_src=0)
+        return int(told)
 
     # ---- the threads of the head
 
@@ -255,15 +245,3 @@ class Receiver:
         with self._changed:
             self._before = math.inf
             self._changed.notify_all()
-
-
-def _own_group(rollout: World, replicas: Sequence[Sequence[int]], index: int, limit_s: float) -> ProcessGroup | None:
-    """A gloo group over this rank's replica; None where it is one rank. Collective over the role."""
-    places = {rollout.job_rank(rank): rank for rank in range(rollout.size)}
-    own = None
-    for number_of, replica in enumerate(replicas):
-        if len(replica) > 1:
-            ranks = [places[rank] for rank in replica]
-            group = dist.new_group(ranks, timeout=timedelta(seconds=limit_s), backend="gloo")
-            own = group if number_of == index else own
-    return own

@@ -98,6 +98,17 @@ def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
     assert {"stream/ready", "stream/bytes", "stream/wait_s", "stream/given_back", "staleness/mean"} <= set(last)
 
 
+def test_a_replica_of_several_ranks_draws_on_policy(tmp_path, model):
+    """vLLM over two ranks; a head that decides alone. In float32 its log-probabilities are the trainer's, so any token
+    of older weights, or ranks that part ways, would show."""
+    config = tiny_config(tmp_path, model, eval={"at_end": True})
+    overrides = ["placement.train=1", "stream.staleness=0", "rollout.engine=vllm", "rollout.tensor_parallel=2"]
+    start(config, "mode=async", *overrides, "rollout.kv_cache_gib=0.125", ranks=3).check()
+    run = tmp_path / "run"
+    assert ages(run) == [0.0] * 5 and len(samples(run)) == (4 * 5 + 4) * 4
+    assert max(abs(step["mismatch/kl"]) for step in metrics(run)) < 1e-5
+
+
 def test_a_killed_replica_is_named_and_the_next_start_trains_on_every_group_once(tmp_path, model):
     """A1, A5: what was drawn ahead of the checkpoint is drawn again, by identity; the bound still holds."""
     config = tiny_config(tmp_path, model, train={"steps": 6})

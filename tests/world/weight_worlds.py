@@ -57,7 +57,7 @@ class Both:
         replicas: Sequence[Sequence[int]],
         rolling: bool = False,
     ) -> None:
-        self.job, self.mine, self.name = job, mine, name
+        self.job, self.mine, self.heads = job, mine, [replica[0] for replica in replicas]
         self.sink = Sink()
         if mine.role == "train":
             self.publisher = Publisher(job, mine, replicas, transport, 60.0, bucket_bytes=BUCKET_BYTES, name=name)
@@ -69,7 +69,8 @@ class Both:
 
     def take(self, version: int) -> None:
         """Wait for a version and load it."""
-        self.receiver.wait(version, 60.0)
+        if self.job.rank in self.heads:
+            self.receiver.wait(version, 60.0)
         self.receiver.swap(self.sink)
 
     def meet(self) -> None:

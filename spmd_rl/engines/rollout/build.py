@@ -11,13 +11,13 @@ from torch.distributed.device_mesh import DeviceMesh
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
-from spmd_rl.engines.protocol import RolloutEngine
+from spmd_rl.engines.protocol import InterruptibleEngine
 from spmd_rl.engines.rollout.sampling import check_model, end_tokens, model_tokens
 
 ENGINES = ("vllm", "transformers")
 
 
-def build_rollout(config: Config, world: World, mesh: DeviceMesh, tokenizer: Any) -> RolloutEngine:
+def build_rollout(config: Config, world: World, mesh: DeviceMesh, tokenizer: Any) -> InterruptibleEngine:
     """This rank's rollout engine. Collective over the ranks of `mesh`, whose innermost axis is tensor parallelism.
 
     Raises UserError, before anything is loaded, for an unknown engine, a model that cannot be split or is too short,
