@@ -13,6 +13,7 @@ Columns of the standard recipes (S samples, R response tokens of one sample, P p
 | `rollout_logprob` | float32 | R      | of the response under the rollout engine, at the temperature   |
 | `finish`          | uint8   | 1      | a `Finish`                                                     |
 | `version`         | int64   | 1      | optimizer steps behind the weights that generated it           |
+| `versions`        | int64   | runs   | [2] each: a version, and how many tokens in a row it drew      |
 | `reward`          | float32 | 1      | weighted total; NaN where excluded                             |
 | `reward_parts`    | float32 | F      | one value per reward function                                  |
 | `advantage`       | float32 | R      | per token                                                      |

@@ -13,6 +13,7 @@ from spmd_rl.graph.graph import Graph, resolve
 from spmd_rl.graph.stage import Context, EngineSpec, Placement, Stage, StageOutput
 
 TRAIN, ROLLOUT = "train", "rollout"
+AGES = ("version", "versions")  # of the oldest token of a sample; of all its tokens, where a stage tells them
 SOURCE = "stream"  # the trainers' first stage: the samples that have come
 
 
@@ -128,7 +129,7 @@ def cut(graph: Graph, roles: Roles, recorded: Sequence[str]) -> Halves:
         after = tuple(other for other in stage.after if other in {s.name for s in stages[where]})
         moved = _moved(resolved.placements[stage.name].ranks, roles.as_mapping()[where], stage.placement)
         stages[where].append(replace(stage, placement=moved, after=after))
-    wanted = {column for stage in stages[TRAIN] for column in stage.consumes} | {*recorded, "version"}
+    wanted = {column for stage in stages[TRAIN] for column in stage.consumes} | {*recorded, *AGES}
     columns = tuple(sorted(column for column in wanted if made.get(column) == ROLLOUT))
     if "version" not in columns:
         raise UserError("the graph makes no column 'version', by which mode=async knows the age of samples")

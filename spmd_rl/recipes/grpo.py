@@ -17,7 +17,7 @@ from spmd_rl.data.balance import Balance
 from spmd_rl.engines.rollout.sampling import check_model, model_tokens
 from spmd_rl.graph.graph import Graph
 from spmd_rl.graph.roles import roles_of
-from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage
+from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage, StageFunction
 from spmd_rl.recipes import build, dynamic, kl_control, stages
 from spmd_rl.recipes.contract import check_async
 
@@ -80,12 +80,14 @@ def graph(config: Config, world_size: int) -> Graph:
 
 def generation(config: Config, replicas: Placement) -> list[Stage]:
     """From nothing to judged responses."""
-    drawn = ("response", "rollout_logprob", "finish", "version")
+    drawn: tuple[str, ...] = ("response", "rollout_logprob", "finish", "version")
     judged = ("reward", "reward_parts")
     first = ("prompt", "row", "turn")
     if config.algorithm.dynamic_sampling:
         return [Stage("experience", dynamic.experience, produces=(*first, *drawn, *judged), placement=replicas)]
-    draw = stages.rollout if config.mode == "sync" else stages.stream_rollout
+    draw: StageFunction = stages.rollout
+    if config.mode == "async":
+        draw, drawn = stages.stream_rollout, (*drawn, "versions")
     return [
         Stage("prompts", stages.prompts, produces=first, placement=replicas),
         Stage("rollout", draw, consumes=("prompt",), produces=drawn, placement=replicas),

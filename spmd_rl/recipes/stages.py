@@ -57,7 +57,14 @@ class PendingRollout:
         return self.slip.done()
 
     def result(self) -> Mapping[str, Column]:
-        return _counted(self.context, _columns(self.slip.result()))
+        done = self.slip.result()
+        runs = [torch.tensor(c.versions, dtype=torch.int64).reshape(-1, 2) for c in done]
+        versions = Column.from_rows(runs) if runs else Column(torch.empty(0, 2, dtype=torch.int64), _no_samples())
+        return {**_counted(self.context, _columns(done)), "versions": versions}
+
+
+def _no_samples() -> Tensor:
+    return torch.empty(0, dtype=torch.int64)
 
 
 def _counted(context: Context, made: dict[str, Column]) -> dict[str, Column]:

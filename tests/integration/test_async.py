@@ -94,6 +94,9 @@ def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
     bound = int(overrides[0].partition("=")[2])
     assert len(ages(run)) == 8 and max(ages(run)) <= bound and max(ages(run)) > 0
     assert len(samples(run)) == sum(4 if step in (5,) else 5 for step in range(1, 9)) * 4  # none lost, none twice
+    for step in metrics(run):
+        assert 0 <= step["staleness/token_mean"] <= step["staleness/mean"] + 1e-9
+        assert "stream.swap=in_flight" in overrides or step["staleness/changed_fraction"] == 0
     last = metrics(run)[-1]
     assert {"stream/ready", "stream/bytes", "stream/wait_s", "stream/given_back", "staleness/mean"} <= set(last)
 

@@ -184,6 +184,7 @@ class Consumer:
             self._empty = self._agree_on_columns()
         mine = [d for d in tick.claimed if d.trainer == self._world.rank]
         batch = self._store.take(d.group for d in mine)
+        _token_ages(batch, step, metrics)
         for d in mine:
             self._lines[d.group % self._replicas][1].put(Message(Kind.RELEASE, group=d.group))
             metrics.merge(self._metrics.pop(d.group))
@@ -214,3 +215,15 @@ class Consumer:
     def _peer(self, replica: int) -> str:
         line = self._lines.get(replica)
         return f" (rank {line[0].peer})" if line else ""
+
+
+def _token_ages(batch: Batch, step: int, metrics: Metrics) -> None:
+    """`staleness/token_mean`, and the part of the tokens that newer weights drew than their response's first one."""
+    if "versions" not in batch:
+        return
+    runs, lengths = batch["versions"].values.double(), batch["versions"].lengths
+    version_N, tokens_N = runs[:, 0], runs[:, 1]
+    total = tokens_N.sum()
+    first_N = torch.repeat_interleave(batch["version"].as_scalars().double(), lengths)
+    metrics.mean("staleness/token_mean", ((step - 1 - version_N) * tokens_N).sum(), total)
+    metrics.mean("staleness/changed_fraction", tokens_N[version_N > first_N].sum(), total)
