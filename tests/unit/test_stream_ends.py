@@ -123,6 +123,16 @@ def test_a_prompt_that_was_left_out_is_an_empty_group():
     assert portion.last and portion.batch.ids[:, 1].tolist() == [1, 1, 1, 1]
 
 
+def test_an_empty_group_is_never_too_old():
+    producer, consumer, _ = ends(Rounds(9, 1, 9))
+    for step in range(1, 5):
+        deliver(producer, step - 1, version=step - 1, samples=4 if step < 4 else 0)
+        metrics = Metrics()
+        list(consumer.portions(step, 1, False, metrics))
+        consumer.acknowledge()
+        assert metrics.reduce()["staleness/max"] == 0.0
+
+
 def test_a_step_of_only_empty_groups_keeps_its_columns():
     producer, consumer, _ = ends(Rounds(1, 1, 1))
     deliver(producer, 0, samples=0)

@@ -77,10 +77,6 @@ class Starts:
         """What was made of this group is of no use: it will be started once more, before later ones."""
         heappush(self._again, group)
 
-    @property
-    def exhausted(self) -> bool:
-        return not self._again and self._next >= self._rounds.groups
-
     def _skip(self, group: int) -> int:
         while group in self._frontier:
             group += self._replicas

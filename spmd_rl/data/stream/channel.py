@@ -48,7 +48,6 @@ class Outlet:
         self._queue: deque[tuple[Message, Tensor | None]] = deque()
         self._condition = threading.Condition()
         self._error: TransportError | None = None
-        self.bytes = 0  # sent so far
         # A daemon: a process that ends because of an error elsewhere must not wait here for a peer.
         self._thread = threading.Thread(target=self._run, name=f"outlet-{line.peer}", daemon=True)
         self._thread.start()
@@ -78,9 +77,7 @@ class Outlet:
         try:
             while not closed:
                 messages, bodies = self._gather()
-                frame = pack(messages, bodies)
-                self._line.send(frame)
-                self.bytes += frame.numel()
+                self._line.send(pack(messages, bodies))
                 closed = bool(messages) and messages[-1].kind == Kind.CLOSE
         except TransportError as error:
             self._error = error

@@ -41,7 +41,6 @@ class Tick:
     """What the trainers do next in a step. claimed: to be trained on now, by group number; stale: given back to be
     drawn again; last: the step has all its groups."""
 
-    step: int
     claimed: tuple[Descriptor, ...]
     stale: tuple[Descriptor, ...]
     last: bool
@@ -58,8 +57,6 @@ class Ledger:
         self._known: dict[int, Descriptor] = {}  # ready
         self._ready: dict[int, list[int]] = {}  # heaps of group numbers by round; one heap where the order is free
         self._claimed: set[int] = set()
-        self.ready_tokens = 0
-        self.ready_bytes = 0
 
     def __len__(self) -> int:
         """Groups that are ready."""
@@ -74,8 +71,6 @@ class Ledger:
                 raise ValueError(f"group {group} arrives twice")
             self._known[group] = described
             heappush(self._ready.setdefault(self._heap(group), []), group)
-            self.ready_tokens += described.tokens
-            self.ready_bytes += described.bytes
 
     def tick(self, step: int, budget: int, whole: bool = False) -> Tick | None:
         """The next groups of `step` (counted from 1): the oldest ones, until they have `budget` tokens.
@@ -95,14 +90,16 @@ class Ledger:
             else:
                 taken.append(group)
                 tokens += self._known[group].tokens
-        given_back = tuple(self._remove(group) for group in stale)
+        given_back = tuple(self._known.pop(group) for group in stale)
         last = len(taken) == left
         if not last and (whole or tokens < budget):
             for group in taken:
                 heappush(heap, group)
-            return Tick(step, (), given_back, False) if given_back else None
+            return Tick((), given_back, False) if given_back else None
         self._claimed.update(taken)
-        return Tick(step, tuple(self._remove(group) for group in taken), given_back, last)
+        if last and self._in_order:
+            del self._ready[step - 1]
+        return Tick(tuple(self._known.pop(group) for group in taken), given_back, last)
 
     def acknowledge(self) -> Frontier:
         """The step is taken: its groups will never be wanted again. The new frontier."""
@@ -128,9 +125,3 @@ class Ledger:
         if self._in_order:
             raise ValueError(f"group {group} in step {step} is of version {version}, too old by the bound")
         return True
-
-    def _remove(self, group: int) -> Descriptor:
-        described = self._known.pop(group)
-        self.ready_tokens -= described.tokens
-        self.ready_bytes -= described.bytes
-        return described

@@ -18,6 +18,7 @@ from spmd_rl.data.stream.frames import Kind, Message
 from spmd_rl.observe.metrics import Metrics
 
 COST = ("prompt", "response")  # the columns whose tokens are counted
+_AGELESS = 2**62  # version of a group without a sample: it cannot be too old
 _WIDEST = 8  # bytes of one token in a column that is still to be made
 
 
@@ -74,7 +75,7 @@ class Producer:
         except ValueError as error:
             columns = ", ".join(f"{name} {part[name].values.nbytes}" for name in self._columns)
             raise UserError(f"a column is larger than {_WIDEST} bytes a token: {error} ({columns})") from None
-        version = int(part["version"].values.min()) if len(part) else 0
+        version = int(part["version"].values.min()) if len(part) else _AGELESS
         tokens = sum(int(part[name].lengths[: self._counted(name)].sum()) for name in COST if name in part)
         described = Message(
             Kind.GROUP, block.numel(), group, version, len(part), of=len(part), tokens=tokens, schema=number
