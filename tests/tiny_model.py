@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
+    AutoConfig,
+    AutoModelForSequenceClassification,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -89,4 +91,14 @@ def make_tiny_model(
             raise ValueError(f"kind must be qwen3, llama or gpt2, not {kind!r}")
     model.to(dtype).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return Path(folder)
+
+
+def make_tiny_scorer(folder: str | Path, kind: str = "qwen3", seed: int = 1) -> Path:
+    """As `make_tiny_model`, with a head of one label instead of the language model's: a reward model."""
+    make_tiny_model(folder, kind, seed=seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        config = AutoConfig.from_pretrained(folder, num_labels=1)
+        AutoModelForSequenceClassification.from_pretrained(folder, config=config).save_pretrained(folder)
     return Path(folder)

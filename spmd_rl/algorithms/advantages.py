@@ -56,16 +56,20 @@ def compute_advantages(
     if metrics is not None:
         flat, present = by_group.group_counts(reward_S, group_S).unbind()
         metrics.mean("reward/zero_variance_fraction", flat, present)
-    shaped_S = reward_S.double()
-    if algorithm.overlong_buffer:
-        buffer = overlong_tokens(algorithm.overlong_buffer, max_tokens)
-        penalty_S = soft_overlong(lengths_S, max_tokens, buffer)
-        shaped_S = shaped_S + algorithm.overlong_penalty * penalty_S
+    shaped_S = shaped_reward(algorithm, reward_S, lengths_S, max_tokens)
     if algorithm.kl_coef and algorithm.kl_in == "reward":
         if kl_S is None:
             raise ValueError("algorithm.kl_in=reward needs the KL of every response")
         shaped_S = kl_penalized(shaped_S, kl_S, algorithm.kl_coef)
     return _estimate(algorithm, shaped_S, group_S, lengths_S, total).float()
+
+
+def shaped_reward(algorithm: AlgorithmConfig, reward_S: Tensor, lengths_S: Tensor, max_tokens: int) -> Tensor:
+    """float64 [S]: the task's reward with the penalty for overlong responses, where there is one."""
+    if not algorithm.overlong_buffer:
+        return reward_S.double()
+    buffer = overlong_tokens(algorithm.overlong_buffer, max_tokens)
+    return reward_S.double() + algorithm.overlong_penalty * soft_overlong(lengths_S, max_tokens, buffer)
 
 
 def _estimate(

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 # Per key: when it has an effect, and how to say so. A key outside of its place must keep its default.
 _PLACES: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
+    "gae_gamma": (lambda a: a.advantage == "gae", "algorithm.advantage=gae"),
+    "gae_lambda": (lambda a: a.advantage == "gae", "algorithm.advantage=gae"),
+    "gae_whiten": (lambda a: a.advantage == "gae", "algorithm.advantage=gae"),
     "pass_k": (lambda a: a.advantage == "passk", "algorithm.advantage=passk"),
     "overlong_penalty": (lambda a: a.overlong_buffer > 0, "algorithm.overlong_buffer above 0"),
     "loss_constant": (lambda a: a.aggregation == "constant", "algorithm.aggregation=constant"),
@@ -43,10 +46,10 @@ _PLACES: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
 }
 
 
-def check(algorithm: AlgorithmConfig, train: TrainConfig, rollout: RolloutConfig) -> None:
+def check(algorithm: AlgorithmConfig, train: TrainConfig, rollout: RolloutConfig, critic: bool = False) -> None:
     """Raises UserError for an unknown name, a value out of range, a combination without meaning, or a key that the
-    other keys leave without effect."""
-    _names(algorithm)
+    other keys leave without effect. critic: whether the graph has one."""
+    _names(algorithm, critic)
     _ranges(algorithm)
     _advantage(algorithm, train)
     _loss(algorithm, train)
@@ -66,9 +69,12 @@ def check(algorithm: AlgorithmConfig, train: TrainConfig, rollout: RolloutConfig
                 raise UserError(f"algorithm.{field.name}={value} has no effect here: it needs {place}, or leave it out")
 
 
-def _names(algorithm: AlgorithmConfig) -> None:
-    if algorithm.advantage == "gae":
-        raise UserError("algorithm.advantage='gae' needs a critic, which this graph has not: choose grpo or rloo")
+def _names(algorithm: AlgorithmConfig, critic: bool) -> None:
+    if algorithm.advantage == "gae" and not critic:
+        raise UserError(
+            "algorithm.advantage='gae' needs a critic, which this graph has not: choose grpo or rloo, or the graph "
+            "that has one, run.graph=spmd_rl.recipes.ppo:graph"
+        )
     if algorithm.advantage == "remax":
         raise UserError(
             "algorithm.advantage='remax' needs the reward of a greedy response, which this graph has not: choose rloo"
@@ -78,7 +84,12 @@ def _names(algorithm: AlgorithmConfig) -> None:
             "algorithm.kl_estimator='k1': as a loss its gradient averages to 0; choose k2, or algorithm.kl_in=reward, "
             "which uses k1"
         )
-    one_of("algorithm.advantage", algorithm.advantage, ADVANTAGES)
+    one_of("algorithm.advantage", algorithm.advantage, (*ADVANTAGES, "gae"))
+    if critic and algorithm.advantage != "gae":
+        raise UserError(
+            f"algorithm.advantage={algorithm.advantage} makes no use of this graph's critic: choose "
+            "algorithm.advantage=gae, or the graph without one, run.graph=spmd_rl.recipes.grpo:graph"
+        )
     one_of("algorithm.loss", algorithm.loss, LOSSES)
     one_of("algorithm.aggregation", algorithm.aggregation, AGGREGATIONS)
     one_of("algorithm.kl_in", algorithm.kl_in, ("loss", "reward"))
@@ -95,6 +106,9 @@ def _ranges(algorithm: AlgorithmConfig) -> None:
     ):  # fmt: skip
         if not getattr(algorithm, key) >= 0:
             raise UserError(f"algorithm.{key}={getattr(algorithm, key)}: at least 0 is wanted")
+    for key in ("gae_gamma", "gae_lambda"):
+        if not 0 <= getattr(algorithm, key) <= 1:
+            raise UserError(f"algorithm.{key}={getattr(algorithm, key)}: a number from 0 to 1 is wanted")
     for key in ("sapo_tau_positive", "sapo_tau_negative", "correction_cap"):
         if not getattr(algorithm, key) > 0:
             raise UserError(f"algorithm.{key}={getattr(algorithm, key)}: a number above 0 is wanted")
@@ -112,7 +126,7 @@ def _ranges(algorithm: AlgorithmConfig) -> None:
 
 
 def _advantage(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
-    if train.samples_per_prompt == 1 and algorithm.advantage != "reinforce_pp":
+    if train.samples_per_prompt == 1 and algorithm.advantage not in ("reinforce_pp", "gae"):
         raise UserError(
             f"algorithm.advantage={algorithm.advantage} compares the samples of a prompt, but "
             "train.samples_per_prompt=1: set it to 2 or more, or choose algorithm.advantage=reinforce_pp"

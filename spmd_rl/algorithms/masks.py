@@ -7,12 +7,12 @@ are counted from the same `loss_mask`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from spmd_rl.algorithms.ragged import expand, offsets_of, segment_cumsum, segment_sum
+from spmd_rl.algorithms.ragged import expand, offsets_of, segment_cumsum, segment_sum, zero_where_masked
 from spmd_rl.data.batch import Finish
 
 
@@ -45,6 +45,20 @@ def nonfinite_samples(values_R: Tensor, cu_seqlens: Tensor, mask_R: Tensor | Non
     if mask_R is not None:
         bad_R = bad_R & (mask_R != 0)
     return segment_sum(bad_R.float(), cu_seqlens) > 0
+
+
+def refuse_nonfinite(columns: Mapping[str, Tensor], mask_R: Tensor, cu_seqlens: Tensor, ids: Tensor) -> None:
+    """Raises FloatingPointError, naming column and samples, where a value that counts is NaN or infinite.
+
+    columns: float [R] each, at least one, on the device of `mask_R`; ids: int64 [S, 3].
+    """
+    # One read from the device in the good case.
+    fine = torch.stack([zero_where_masked(v.detach(), mask_R).isfinite().all() for v in columns.values()])
+    if bool(fine.all()):
+        return
+    name = next(n for n, ok in zip(columns, fine.tolist(), strict=True) if not ok)
+    bad_S = nonfinite_samples(columns[name].detach(), cu_seqlens.to(mask_R.device), mask_R)
+    raise FloatingPointError(f"{name} is NaN or infinite in sample {name_samples(ids, bad_S)}")
 
 
 def exclude(reward_S: Tensor, bad_S: Tensor) -> Tensor:

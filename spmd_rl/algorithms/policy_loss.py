@@ -13,7 +13,7 @@ from spmd_rl.algorithms.aggregate import aggregate, counts, numerator, units
 from spmd_rl.algorithms.correction import bound, importance_weights, report_cut, report_mismatch
 from spmd_rl.algorithms.kl import k3, kl_loss
 from spmd_rl.algorithms.losses import TokenLoss, log_ratio
-from spmd_rl.algorithms.masks import name_samples, nonfinite_samples
+from spmd_rl.algorithms.masks import refuse_nonfinite
 from spmd_rl.algorithms.ragged import zero_where_masked
 
 if TYPE_CHECKING:
@@ -125,7 +125,8 @@ class PolicyLoss:
             raise ValueError("several updates per step need the column 'old_logprob'")
         given = {"logprob": terms.logprob_R, "advantage": advantage, "old_logprob": old, "ref_logprob": ref}
         given["rollout_logprob"] = rollout
-        self._refuse_nonfinite({name: values for name, values in given.items() if values is not None}, terms)
+        present = {name: values for name, values in given.items() if values is not None}
+        refuse_nonfinite(present, mask_R, terms.cu_seqlens, terms.batch.ids)
 
         def masked(values_R: Tensor | None) -> Tensor | None:
             return None if values_R is None else zero_where_masked(values_R, mask_R)
@@ -140,16 +141,6 @@ class PolicyLoss:
             masked(ref),
             masked(rollout),
         )
-
-    @staticmethod
-    def _refuse_nonfinite(columns: dict[str, Tensor], terms: LossTerms) -> None:
-        # One read from the device in the good case.
-        fine = torch.stack([zero_where_masked(v.detach(), terms.mask_R).isfinite().all() for v in columns.values()])
-        if bool(fine.all()):
-            return
-        name = next(n for n, ok in zip(columns, fine.tolist(), strict=True) if not ok)
-        bad_S = nonfinite_samples(columns[name].detach(), terms.cu_seqlens.to(terms.mask_R.device), terms.mask_R)
-        raise FloatingPointError(f"{name} is NaN or infinite in sample {name_samples(terms.batch.ids, bad_S)}")
 
     def _token_loss(self, tokens: _Tokens, mask_R: Tensor, cu_seqlens: Tensor, metrics: Metrics) -> TokenLoss:
         algorithm = self.algorithm

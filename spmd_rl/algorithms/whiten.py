@@ -17,18 +17,26 @@ def local_sums(values_S: Tensor, lengths_S: Tensor) -> Tensor:
     return torch.stack([weight_S.sum(), (weight_S * values_S).sum(), (weight_S * values_S.square()).sum()])
 
 
+def variance(sums: Tensor, centre: bool = True) -> Tensor:
+    """float64 scalar: that of the population (divided by the count), from `local_sums` over all ranks.
+
+    What is left of equal values is rounding, a few ulps of the second moment. It is no signal: exactly 0 is returned.
+    centre=False takes the mean for 0.
+    """
+    tokens, total, squares = sums.unbind()
+    tokens = tokens.clamp(min=1)
+    second = squares / tokens
+    found = second - (total / tokens * centre).square()
+    return torch.where(found <= 64 * torch.finfo(torch.float64).eps * second, 0.0, found)
+
+
 def whiten(values_S: Tensor, sums: Tensor, centre: bool = True, eps: float = 1e-8) -> Tensor:
     """float64 [S]: (value - mean) / sqrt(variance + eps); NaN becomes 0.
 
     sums: `local_sums` over all ranks. centre=False takes the mean for 0 (values that were centred before): zeros stay
-    exactly 0. The variance is that of the population (divided by the count), so one valid token, or equal values
-    everywhere, give 0 and not 0/0.
+    exactly 0. One valid token, or equal values everywhere, give 0 and not 0/0.
     """
-    tokens, total, squares = sums.unbind()
-    tokens = tokens.clamp(min=1)
-    mean, second = total / tokens * centre, squares / tokens
-    variance = second - mean.square()
-    # What is left of equal values is rounding: a few ulps of the second moment. It is no signal to be scaled up.
-    flat = variance <= 64 * torch.finfo(torch.float64).eps * second
-    scaled_S = (values_S.double() - mean) * torch.where(flat, 0.0, (variance.clamp(min=0) + eps).rsqrt())
+    mean = sums[1] / sums[0].clamp(min=1) * centre
+    spread = variance(sums, centre)
+    scaled_S = (values_S.double() - mean) * torch.where(spread == 0, 0.0, (spread + eps).rsqrt())
     return torch.where(values_S.isnan(), 0.0, scaled_S)

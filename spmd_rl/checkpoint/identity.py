@@ -41,11 +41,12 @@ _FREE = (
 def run_identity(config: Config) -> dict[str, Any]:
     """Flat `section.key` → JSON value of every setting that defines the training.
 
-    `train.steps` belongs to it only where the learning-rate schedule depends on it: else a run may be extended.
+    `train.steps` belongs to it only where a learning-rate schedule depends on it: else a run may be extended.
     """
     flat: dict[str, Any] = {}
     _flatten("", dataclasses.asdict(config), flat)
-    free = _FREE if config.train.optimizer.schedule != "constant" else (*_FREE, "train.steps")
+    extensible = config.train.optimizer.schedule == config.critic.optimizer.schedule == "constant"
+    free = (*_FREE, "train.steps") if extensible else _FREE
     return {key: value for key, value in flat.items() if not _within(key, free)}
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Sequence
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 from spmd_rl.config.errors import UserError
-from spmd_rl.config.schema import Config
+from spmd_rl.config.schema import Config, OptimizerConfig
 
 
 def check(config: Config) -> None:
@@ -18,7 +20,8 @@ def check(config: Config) -> None:
     one_of("rollout.dtype", config.rollout.dtype, ("bfloat16", "float32"))
     one_of("model.compute_dtype", config.model.compute_dtype, ("bfloat16", "float32"))
     one_of("train.shard", config.train.shard, ("full", "keep"))
-    one_of("train.optimizer.schedule", config.train.optimizer.schedule, ("constant", "linear", "cosine"))
+    _optimizer("train.optimizer", config.train.optimizer)
+    _optimizer("critic.optimizer", config.critic.optimizer)
     one_of("reward.on_error", config.reward.on_error, ("stop", "exclude"))
     one_of("comm.backend", config.comm.backend, ("auto", "gloo", "nccl"))
     one_of("mode", config.mode, ("sync", "async"))
@@ -28,8 +31,6 @@ def check(config: Config) -> None:
     one_of("comm.transport", config.comm.transport, ("torch", "mpi"))
     if config.stream.keep_cache and config.stream.swap != "in_flight":
         raise UserError(f"stream.keep_cache=true needs stream.swap=in_flight, not {config.stream.swap}")
-    if len(config.train.optimizer.betas) != 2:
-        raise UserError(f"train.optimizer.betas: two numbers are wanted, not {config.train.optimizer.betas}")
     if config.train.updates_per_step > config.train.prompts_per_step:
         raise UserError(
             f"train.updates_per_step={config.train.updates_per_step} is more than "
@@ -89,6 +90,14 @@ def check_world(config: Config, size: int) -> None:
         raise UserError(f"rollout.tensor_parallel={tensor_parallel} needs rollout.engine=vllm")
 
 
+def refuse_unused(section: str, value: Any, needs: str) -> None:
+    """Raises UserError, naming the first key, where a section (a dataclass) is set that nothing will read."""
+    for field in fields(value):
+        got = getattr(value, field.name)
+        if got != getattr(type(value)(), field.name):
+            raise UserError(f"{section}.{field.name}={got} has no effect here: it needs {needs}, or leave it out")
+
+
 def one_of(key: str, value: str, valid: Sequence[str]) -> None:
     """Raises UserError where `value` is none of `valid`, with the nearest one."""
     if value not in valid:
@@ -120,9 +129,9 @@ def _positive(config: Config) -> None:
         "train.samples_per_prompt": (config.train.samples_per_prompt, 1),
         "train.updates_per_step": (config.train.updates_per_step, 1),
         "train.tokens_per_microbatch": (config.train.tokens_per_microbatch, 1),
-        "train.optimizer.lr": (config.train.optimizer.lr, 0),
-        "train.optimizer.warmup_steps": (config.train.optimizer.warmup_steps, 0),
-        "train.optimizer.grad_clip": (config.train.optimizer.grad_clip, 0),
+        "critic.warmup_steps": (config.critic.warmup_steps, 0),
+        "critic.epochs": (config.critic.epochs, 1),
+        "critic.value_clip": (config.critic.value_clip, 0),
         "rollout.tensor_parallel": (config.rollout.tensor_parallel, 1),
         "rollout.max_tokens": (config.rollout.max_tokens, 1),
         "rollout.top_k": (config.rollout.top_k, 0),
@@ -157,6 +166,15 @@ def _positive(config: Config) -> None:
     for key, value in above_zero.items():
         if value <= 0:
             raise UserError(f"{key}={value}: a number above 0 is wanted")
+
+
+def _optimizer(section: str, optimizer: OptimizerConfig) -> None:
+    one_of(f"{section}.schedule", optimizer.schedule, ("constant", "linear", "cosine"))
+    if len(optimizer.betas) != 2:
+        raise UserError(f"{section}.betas: two numbers are wanted, not {optimizer.betas}")
+    for key in ("lr", "warmup_steps", "grad_clip"):
+        if getattr(optimizer, key) < 0:
+            raise UserError(f"{section}.{key}={getattr(optimizer, key)}: at least 0 is wanted")
 
 
 def _divisors(number: int) -> str:

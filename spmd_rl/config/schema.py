@@ -102,7 +102,11 @@ class RewardConfig:
 @dataclass(frozen=True)
 class AlgorithmConfig:
     advantage: str = "grpo"  # grpo | grpo_no_std | grpo_leave_one_out | dr_grpo (with aggregation=constant) | rloo |
-    #   reinforce_pp | reinforce_pp_baseline | opo | passk | cpgd (formulas: algorithms/group_advantages.py)
+    #   reinforce_pp | reinforce_pp_baseline | opo | passk | cpgd (formulas: algorithms/group_advantages.py) |
+    #   gae (with the critic of run.graph=spmd_rl.recipes.ppo:graph; formulas: algorithms/gae.py)
+    gae_gamma: float = 1.0  # gae: discount per token
+    gae_lambda: float = 0.95  # gae: 1 trusts the rewards alone, 0 the critic's next value
+    gae_whiten: bool = True  # gae: advantages get mean 0 and variance 1 over all tokens of the round
     pass_k: int = 0  # passk: the k of the maximised max-of-k reward
     overlong_buffer: float = 0.0  # last tokens before rollout.max_tokens over which a penalty grows (DAPO); below 1:
     #   a fraction of rollout.max_tokens; 0: off
@@ -124,7 +128,7 @@ class AlgorithmConfig:
         0.0  # wanted kl/ref (nats per token), towards which kl_coef moves from step to step; 0: it is fixed
     )
     kl_horizon: float = 10000.0  # samples over which a full error of kl/ref would move kl_coef by its own size
-    kl_in: str = "loss"  # loss | reward (k1 of the whole response is subtracted)
+    kl_in: str = "loss"  # loss | reward (k1 of the whole response is subtracted; gae: of each token at that token)
     kl_estimator: str = "k2"  # in the loss: k2 | k3_ratio (right gradient) | k3 (that of the reverse direction)
     entropy_coef: float = 0.0  # of the bonus
 
@@ -149,6 +153,17 @@ class OptimizerConfig:
     schedule: str = "constant"  # constant | linear | cosine, after the warm-up
     warmup_steps: int = 0
     min_lr_ratio: float = 0.0  # where linear and cosine end, as a fraction of lr
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """The value model of run.graph=spmd_rl.recipes.ppo:graph."""
+
+    path: str = ""  # folder that it starts from: a causal model, or a reward model, whose head is kept; "": model.path
+    warmup_steps: int = 0  # first steps in which only the critic is trained and the actor stays as it is
+    epochs: int = 1  # passes over each round's samples, in train.updates_per_step optimizer steps each
+    value_clip: float = 0.0  # how far a value may move within a round before its loss holds it back; 0: any distance
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 
 
 @dataclass(frozen=True)
@@ -232,6 +247,7 @@ class Config:
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

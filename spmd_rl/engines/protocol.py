@@ -153,3 +153,22 @@ class TrainEngine(Protocol):
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+
+class Critic(Protocol):
+    """A model that is trained to know returns. Calls are collective over its ranks."""
+
+    version: int  # as a TrainEngine's
+    skipped: int
+
+    def values(self, batch: Batch) -> Tensor:
+        """float32 [R]: the value before each response token; no gradient."""
+        ...
+
+    def update(self, batch: Batch, loss: ValueLossFunction, metrics: Metrics) -> None:
+        """As a TrainEngine's."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...

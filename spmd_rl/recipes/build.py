@@ -8,6 +8,7 @@ from spmd_rl.data.loader import PromptLoader
 from spmd_rl.engines.reward.pool import RewardPool
 from spmd_rl.engines.rollout.build import build_rollout
 from spmd_rl.engines.rollout.desk import Desk
+from spmd_rl.engines.train.critic import CriticEngine
 from spmd_rl.engines.train.engine import TrainEngine
 from spmd_rl.engines.train.lora_engine import BasePolicy, LoraEngine
 from spmd_rl.engines.train.model import load_tokenizer
@@ -31,9 +32,16 @@ def reward(context: BuildContext) -> RewardPool:
 
 
 def actor(context: BuildContext) -> TrainEngine:
-    steps = context.config.train.steps * context.config.train.updates_per_step
+    train = context.config.train
+    steps = (train.steps - context.config.critic.warmup_steps) * train.updates_per_step
     engine = LoraEngine if context.config.model.lora_rank else TrainEngine
     return engine(context.config, context.world, context.mesh, total_steps=steps)
+
+
+def critic(context: BuildContext) -> CriticEngine:
+    train = context.config.train
+    steps = train.steps * train.updates_per_step * context.config.critic.epochs
+    return CriticEngine(context.config, context.world, context.mesh, total_steps=steps)
 
 
 def reference(context: BuildContext) -> TrainEngine | BasePolicy:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -195,14 +195,14 @@ def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
         lengths_S,
         max_tokens=context.config.rollout.max_tokens,
         kl_S=kl_S,
-        total=lambda sums: _sum_over_slots(context, sums),
+        total=lambda sums: sum_over_slots(context, sums),
         metrics=context.metrics if context.replica == 0 else None,
     )
     mask_R = loss_mask(lengths_S, reward_S, batch["finish"].as_scalars(), algorithm.mask_truncated)
     return {"advantage": Column(spread(advantage_S, lengths_S), lengths_S), "loss_mask": Column(mask_R, lengths_S)}
 
 
-def _sum_over_slots(context: Context, sums: Tensor) -> Tensor:
+def sum_over_slots(context: Context, sums: Tensor) -> Tensor:
     """float64 sums over all samples of the step; ranks that repeat a slot's samples add nothing."""
     total = sums.clone() if context.replica == 0 else torch.zeros_like(sums)
     dist.all_reduce(total, group=context.world.control)
@@ -225,14 +225,20 @@ def _logprobs(engine: Any, batch: Batch) -> Column:
 
 def update(context: Context, batch: Batch) -> None:
     """The optimizer steps of this round; the groups are divided among them by the column `turn`."""
-    turns, rollout = context.config.train.updates_per_step, context.config.rollout
+    updates, rollout = context.config.train.updates_per_step, context.config.rollout
     loss = policy_loss(
-        algorithm_now(context), updates_per_step=turns, max_tokens=rollout.max_tokens, cut=is_cut(rollout)
+        algorithm_now(context), updates_per_step=updates, max_tokens=rollout.max_tokens, cut=is_cut(rollout)
     )
-    turn_S = batch["turn"].as_scalars()
-    for turn in range(turns):
-        part = batch if turns == 1 else batch.select((turn_S == turn).nonzero().flatten())
+    for part in turns(context, batch):
         context.engines["actor"].update(part, loss, context.metrics, last=context.last)
+
+
+def turns(context: Context, batch: Batch) -> Iterator[Batch]:
+    """The samples of each optimizer step of this round."""
+    count = context.config.train.updates_per_step
+    turn_S = batch["turn"].as_scalars()
+    for turn in range(count):
+        yield batch if count == 1 else batch.select((turn_S == turn).nonzero().flatten())
 
 
 def sync(context: Context, _: Batch) -> None:

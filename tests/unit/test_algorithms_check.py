@@ -20,7 +20,9 @@ REFUSED: list[tuple[dict[str, object], dict[str, int], str]] = [
     ({"overlong_buffer": 300}, {}, r"overlong_buffer=300: at most rollout\.max_tokens=256"),
     ({"overlong_buffer": 8.5}, {}, "a whole number of tokens is wanted"),
     ({"advantage": "gpro"}, {}, r"algorithm\.advantage='gpro'.*did you mean grpo\?"),
-    ({"advantage": "gae"}, {}, "gae' needs a critic.*choose grpo or rloo"),
+    ({"advantage": "gae"}, {}, "gae' needs a critic.*choose grpo or rloo.*run.graph=spmd_rl.recipes.ppo:graph"),
+    ({"gae_lambda": 0.5}, {}, r"algorithm\.gae_lambda=0\.5 has no effect here: it needs algorithm\.advantage=gae"),
+    ({"gae_gamma": 1.5}, {}, r"algorithm\.gae_gamma=1\.5: a number from 0 to 1 is wanted"),
     ({"advantage": "remax"}, {}, "greedy response.*choose rloo"),
     ({"loss": "ppo-clip"}, {}, r"algorithm\.loss='ppo-clip'.*did you mean ppo_clip\?"),
     ({"aggregation": "token-mean"}, {}, r"did you mean token_mean\?"),
@@ -81,6 +83,12 @@ def test_a_correction_is_refused_where_the_distribution_is_cut(rollout: RolloutC
     for algorithm in (AlgorithmConfig(correction="tis"), AlgorithmConfig(loss="decoupled_ppo")):
         with pytest.raises(UserError, match=r"needs the probabilities of the whole.*set top_p=1 and top_k=0"):
             check(algorithm, TrainConfig(), rollout)
+
+
+def test_a_critic_goes_with_gae_alone() -> None:
+    check(AlgorithmConfig(advantage="gae", gae_whiten=False), TrainConfig(samples_per_prompt=1), RolloutConfig(), True)
+    with pytest.raises(UserError, match="grpo makes no use of this graph's critic: choose algorithm.advantage=gae"):
+        check(AlgorithmConfig(), TrainConfig(), RolloutConfig(), critic=True)
 
 
 @pytest.mark.parametrize("advantage", ADVANTAGES)

@@ -31,13 +31,14 @@ def section_in(hint: Any) -> str | None:
 class Reader(ast.NodeVisitor):
     """Collects (section, field) of every attribute access whose owner is known to be a section."""
 
-    def __init__(self) -> None:
+    def __init__(self, returned: dict[str, str]) -> None:
         self.read: set[tuple[str, str]] = set()
+        self._returned = returned  # function name → the section that it gives back
         self._types: list[dict[str, str]] = [{}]  # one scope within another; `self.x` is known in all of a module
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
         arguments = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-        self._types.append({a.arg: found for a in arguments if (found := self._annotated(a.annotation))})
+        self._types.append({a.arg: found for a in arguments if (found := self.annotated(a.annotation))})
         self.generic_visit(node)
         self._types.pop()
 
@@ -51,7 +52,7 @@ class Reader(ast.NodeVisitor):
                 self._assign(to, self._type_of(value))
 
     def visit_AnnAssign(self, node: ast.AnnAssign) -> None:
-        self._assign(node.target, self._annotated(node.annotation))
+        self._assign(node.target, self.annotated(node.annotation))
         self.generic_visit(node)
 
     def visit_For(self, node: ast.For) -> None:
@@ -94,6 +95,8 @@ class Reader(ast.NodeVisitor):
             if owner in HOLDERS and node.attr == "config":
                 return HOLDERS[owner]
             return section_in(SECTIONS[owner].get(node.attr)) if owner is not None and owner in SECTIONS else None
+        if isinstance(node, ast.Call):
+            return self._returned.get(ast.unparse(node.func).rpartition(".")[2])
         if isinstance(node, ast.Subscript):
             return self._type_of(node.value)
         if isinstance(node, ast.BinOp):
@@ -101,16 +104,18 @@ class Reader(ast.NodeVisitor):
         return None
 
     @staticmethod
-    def _annotated(annotation: ast.expr | None) -> str | None:
+    def annotated(annotation: ast.expr | None) -> str | None:
         names = [n.id for n in ast.walk(annotation) if isinstance(n, ast.Name)] if annotation else []
         return next((name for name in names if name in SECTIONS or name in HOLDERS), None)
 
 
 def read_keys(sources: Iterator[str]) -> set[tuple[str, str]]:
     found: set[tuple[str, str]] = set()
-    for source in sources:
-        reader = Reader()
-        tree = ast.parse(source)
+    trees = [ast.parse(source) for source in sources]
+    functions = (node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.FunctionDef))
+    returned = {f.name: section for f in functions if (section := Reader.annotated(f.returns)) in SECTIONS}
+    for tree in trees:
+        reader = Reader(returned)
         reader.visit(tree)
         reader.visit(tree)  # again: a method may stand before the one that sets the field
         found |= reader.read

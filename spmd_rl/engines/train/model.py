@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +30,9 @@ class PackedModel(nn.Module):
 
     model: PreTrainedModel
 
-    def full_precision(self) -> Iterator[nn.Module]:
+    def full_precision(self) -> tuple[nn.Module, ...]:
         """Modules that compute in float32 whatever the compute dtype is."""
-        return iter(())
+        return ()
 
 
 class PolicyModel(PackedModel):
@@ -71,43 +70,55 @@ class PolicyModel(PackedModel):
         )
 
 
-def load_config(path: str) -> Any:
-    """The model's configuration. Raises UserError where `path` is no folder with a readable config.json."""
+def load_config(path: str, key: str = "model.path") -> Any:
+    """The model's configuration. Raises UserError, naming `key`, where `path` has no readable config.json."""
     folder = Path(path)
     if not folder.is_dir():
-        raise UserError(f"model.path: there is no folder {path!r}; give one in Hugging Face format")
+        raise UserError(f"{key}: there is no folder {path!r}; give one in Hugging Face format")
     if not (folder / "config.json").is_file():
-        raise UserError(f"model.path: {path!r} has no config.json; give a folder in Hugging Face format")
+        raise UserError(f"{key}: {path!r} has no config.json; give a folder in Hugging Face format")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
-        raise UserError(f"model.path: {path!r} has an unusable config.json: {_first_line(error)}") from error
+        raise UserError(f"{key}: {path!r} has an unusable config.json: {_first_line(error)}") from error
 
 
-def load_tokenizer(path: str) -> Any:
+def load_tokenizer(path: str, key: str = "model.path") -> Any:
     """The tokenizer beside the model. Raises UserError where there is none."""
-    load_config(path)
+    load_config(path, key)
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"model.path: {path!r} has no usable tokenizer: {_first_line(error)}") from error
+        raise UserError(f"{key}: {path!r} has no usable tokenizer: {_first_line(error)}") from error
     return tokenizer
 
 
-def load_model(path: str, dtype: torch.dtype, verify: bool = True) -> PreTrainedModel:
+def load_model(path: str, dtype: torch.dtype, verify: bool = True, key: str = "model.path") -> PreTrainedModel:
     """The causal language model in `path`, weights of `dtype` on the CPU, in evaluation mode, with packed attention.
 
     verify: compare packed log-probabilities with the model's own first. Raises UserError where the folder has no
-    usable weights, or where the architecture cannot be computed packed.
+    usable weights, or where the architecture cannot be computed packed. key: where the configuration names `path`.
     """
-    config = load_config(path)
+    model = read_model(AutoModelForCausalLM, "a causal language model", path, dtype, key)
+    own_R = _own_logprobs(model) if verify else None
+    model.set_attn_implementation(ATTENTION)
+    if own_R is not None:
+        verify_packed(PolicyModel(model, temperature=1.0, chunk=1024), own_R, "log-probabilities", key)
+    return model
+
+
+def read_model(auto: Any, kind: str, path: str, dtype: torch.dtype, key: str) -> PreTrainedModel:
+    """What `auto`, a class of transformers, reads from `path`: weights of `dtype`, evaluation mode, eager attention.
+
+    kind: what is wanted, for messages. Raises UserError as `load_model` does.
+    """
+    config = load_config(path, key)
     if getattr(config, "is_encoder_decoder", False):
-        kind = f"an encoder-decoder model ({config.model_type})"
-        raise UserError(f"model.path: {path!r} is {kind}; a causal one is wanted")
+        raise UserError(f"{key}: {path!r} is an encoder-decoder model ({config.model_type}); a causal one is wanted")
     bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()  # one per rank otherwise
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = auto.from_pretrained(
             path,
             config=config,
             dtype=dtype,
@@ -116,21 +127,16 @@ def load_model(path: str, dtype: torch.dtype, verify: bool = True) -> PreTrained
             output_loading_info=True,
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
-        what = f"cannot load a causal language model from {path!r}"
-        raise UserError(f"model.path: {what}: {_first_line(error)}") from error
+        raise UserError(f"{key}: cannot load {kind} from {path!r}: {_first_line(error)}") from error
     finally:
         if bars:
             logging.enable_progress_bar()
     if missing := sorted(report["missing_keys"]):  # transformers would go on with random numbers
-        raise UserError(f"model.path: {path!r} lacks the weight {missing[0]} ({len(missing)} in all)")
+        raise UserError(f"{key}: {path!r} lacks the weight {missing[0]} ({len(missing)} in all)")
     # Dropout would make the new policy differ from the old one before any update.
     model.eval()
     if not getattr(model, "_supports_attention_backend", False):
-        raise UserError(f"model.path: {config.model_type} models choose their attention themselves: not supported")
-    own = _own_logprobs(model) if verify else None
-    model.set_attn_implementation(ATTENTION)
-    if own is not None:
-        _verify(model, own)
+        raise UserError(f"{key}: {config.model_type} models choose their attention themselves: not supported")
     return model
 
 
@@ -143,7 +149,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
     raise UserError(f"{model.config.model_type} models have no list of {count} decoder layers: not supported")
 
 
-def _probe(vocabulary: int) -> Batch:
+def probe(vocabulary: int) -> Batch:
     """Two prompts, of which the first has three responses; tokens far apart in the vocabulary."""
     ids = torch.tensor([[0, 0, 0], [0, 0, 1], [0, 0, 2], [0, 1, 0]])
     generator = torch.Generator().manual_seed(0)
@@ -159,7 +165,7 @@ def _probe(vocabulary: int) -> Batch:
 @torch.no_grad()
 def _own_logprobs(model: PreTrainedModel) -> Tensor:
     """Of the probe's response tokens, each sample alone, by the model's own forward call and head."""
-    batch = _probe(model.config.get_text_config().vocab_size)
+    batch = probe(model.config.get_text_config().vocab_size)
     rows = []
     for prompt, response in zip(batch["prompt"].rows(), batch["response"].rows(), strict=True):
         ids = torch.cat([prompt, response]).long()
@@ -169,22 +175,21 @@ def _own_logprobs(model: PreTrainedModel) -> Tensor:
 
 
 @torch.no_grad()
-def _verify(model: PreTrainedModel, own_R: Tensor) -> None:
-    """Raises UserError where the packed log-probabilities are not the model's own.
+def verify_packed(network: PackedModel, own_R: Tensor, what: str, key: str) -> None:
+    """Raises UserError where the network's outputs for the packed probe are not `own_R`, those of each sample alone.
 
     This finds what no list of architectures can: layers that carry state across the border of two samples, position
-    schemes that ignore `position_ids`, logits that are scaled or capped behind the head.
+    schemes that ignore `position_ids`, logits that are scaled or capped behind the head. what: is compared.
     """
-    batch = _probe(model.config.get_text_config().vocab_size)
-    wrapped = PolicyModel(model, temperature=1.0, chunk=1024)
-    tolerance = PROBE_TOLERANCE if model.dtype == torch.float32 else 0.1
+    model = network.model
+    batch = probe(model.config.get_text_config().vocab_size)
+    tolerance = (PROBE_TOLERANCE if model.dtype == torch.float32 else 0.1) * max(1.0, float(own_R.abs().max()) / 10)
     for shared in (False, True):
         packed = pack(batch, shared, min_shared=1)
-        logprob_R, _ = wrapped(packed, PackedTree(packed.nodes, model.device))
-        worst = float((logprob_R - own_R).abs().max())
+        worst = float((network(packed, PackedTree(packed.nodes, model.device))[0] - own_R).abs().max())
         if not worst <= tolerance:
             raise UserError(
-                f"{model.config.model_type} models cannot be computed packed: log-probabilities of samples packed "
+                f"{key}: {model.config.model_type} models cannot be computed packed: {what} of samples packed "
                 f"together differ by {worst:.3g} from those of each alone; this architecture is not supported"
             )
 

@@ -1,0 +1,116 @@
+"""Pieces of graphs that recipes have in common: how samples come to be, and what is known of them before an update."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from spmd_rl.config.schema import Config
+from spmd_rl.data.balance import Balance
+from spmd_rl.engines.rollout.sampling import check_model, model_tokens
+from spmd_rl.graph.roles import roles_of
+from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage, StageFunction
+from spmd_rl.recipes import build, dynamic, kl_control, stages
+
+SCORED = ("prompt", "response")
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where samples are drawn, and where models are trained: on all ranks in turns, or (mode async) each on its own.
+
+    judges: where groups are compared. A step that comes to the trainers as a whole can be judged as a whole there.
+    """
+
+    replicas: Placement
+    trainers: Placement
+    judges: Placement
+
+    @classmethod
+    def of(cls, config: Config, world_size: int) -> Places:
+        """Raises UserError for a model that the rollout engine cannot hold."""
+        check_model(Path(config.model.path) / "config.json", config.rollout.tensor_parallel, model_tokens(config))
+        roles = roles_of(config, world_size)
+        axes = {"dp": REST, "tp": config.rollout.tensor_parallel}
+        replicas, trainers = (
+            Placement(roles.rollout if roles else None, axes),
+            Placement(roles.train if roles else None),
+        )
+        return cls(replicas, trainers, trainers if roles and config.stream.train_on == "step" else replicas)
+
+
+def engines(config: Config, places: Places) -> list[EngineSpec]:
+    """What every recipe needs; what the settings ask for beside it."""
+    algorithm = config.algorithm
+    made = [
+        EngineSpec("tokenizer", build.tokenizer),
+        EngineSpec("loader", build.loader, places.replicas),
+        EngineSpec("reward", build.reward, places.replicas),
+        EngineSpec("actor", build.actor, places.trainers),
+        EngineSpec("rollout", build.rollout, places.replicas),
+    ]
+    if config.mode == "async":
+        made.append(EngineSpec("desk", build.desk, places.replicas))
+    if algorithm.dynamic_sampling:
+        made.append(EngineSpec("surplus", dynamic.surplus, places.replicas))
+    if algorithm.kl_coef > 0:
+        made.append(EngineSpec("reference", build.reference, places.trainers))
+    if algorithm.kl_target > 0:
+        made.append(EngineSpec(kl_control.ENGINE, kl_control.coefficient))
+    return made
+
+
+def generation(config: Config, places: Places) -> list[Stage]:
+    """From nothing to judged responses."""
+    drawn: tuple[str, ...] = ("response", "rollout_logprob", "finish", "version")
+    judged = ("reward", "reward_parts")
+    first = ("prompt", "row", "turn")
+    at = places.replicas
+    if config.algorithm.dynamic_sampling:
+        return [Stage("experience", dynamic.experience, produces=(*first, *drawn, *judged), placement=at)]
+    draw: StageFunction = stages.rollout
+    if config.mode == "async":
+        draw, drawn = stages.stream_rollout, (*drawn, "versions")
+    return [
+        Stage("prompts", stages.prompts, produces=first, placement=at),
+        Stage("rollout", draw, consumes=("prompt",), produces=drawn, placement=at),
+        Stage("reward", stages.reward, ("prompt", "response", "row"), judged, placement=at),
+    ]
+
+
+def logprobs(config: Config, places: Places) -> list[Stage]:
+    """`old_logprob` and `ref_logprob`, where the settings need them."""
+    made, at = [], places.trainers
+    if config.train.updates_per_step > 1 or kl_in_reward(config):
+        made.append(Stage("old_logprob", stages.old_logprob, SCORED, ("old_logprob",), placement=at))
+    if config.algorithm.kl_coef > 0:
+        made.append(Stage("ref_logprob", stages.reference_logprob, SCORED, ("ref_logprob",), placement=at))
+    return made
+
+
+def kl_in_reward(config: Config) -> bool:
+    return config.algorithm.kl_coef > 0 and config.algorithm.kl_in == "reward"
+
+
+def produced(made: Sequence[Stage]) -> tuple[str, ...]:
+    return tuple(column for stage in made for column in stage.produces)
+
+
+def afterwards(config: Config, update: str) -> list[Stage]:
+    """What follows the policy's stage `update`. In mode async the job itself brings the weights to the replicas."""
+    made = []
+    if config.mode == "sync":
+        made.append(Stage("sync", stages.sync, after=(update,)))
+    if config.algorithm.kl_target > 0:
+        made.append(Stage("kl_control", kl_control.steer, after=(update,)))
+    return made
+
+
+def spread(made: Sequence[Stage], places: Places) -> tuple[Stage, ...]:
+    """The first pass of a model over the samples spreads them evenly; the later ones find them there."""
+    passes = (
+        i for i, stage in enumerate(made) if stage.placement is places.trainers and {*SCORED} <= {*stage.consumes}
+    )
+    first = next(passes)
+    return (*made[:first], replace(made[first], balance=Balance(keep_groups=True)), *made[first + 1 :])
