@@ -11,7 +11,6 @@ import torch.distributed as dist
 
 from spmd_rl.comm.bootstrap import bootstrap_roles, shutdown
 from spmd_rl.comm.digest import agree
-from spmd_rl.comm.line import open_line
 from spmd_rl.comm.liveness import Liveness
 from spmd_rl.comm.placement import detect
 from spmd_rl.comm.stop import StopFlag
@@ -21,15 +20,12 @@ from spmd_rl.config.errors import UserError
 from spmd_rl.config.load import to_yaml
 from spmd_rl.config.schema import Config
 from spmd_rl.data.stream.admission import Frontier
-from spmd_rl.data.stream.channel import Bell, Inlet, Outlet
 from spmd_rl.data.stream.rounds import Rounds
 from spmd_rl.graph.graph import ResolvedGraph, load_graph, resolve
 from spmd_rl.graph.plan import make_plan
 from spmd_rl.graph.roles import TRAIN, Halves, Roles, cut, roles_of
 from spmd_rl.recipes.contract import check_contract
 from spmd_rl.recipes.evaluate import RECORDED
-
-_BEATS = 8  # a silent line says that it is alive so many times within the limit of a wait
 
 
 @dataclass(frozen=True)
@@ -119,10 +115,3 @@ def meet(job: World, config: Config, **facts: Any) -> Start:
     known = share(job, **facts)
     rounds = Rounds(known["epoch_length"], config.train.prompts_per_step, config.train.steps, config.data.epochs)
     return Start(rounds, known["done"], known["frontier"])
-
-
-def open_stream(config: Config, job: World, peer: int, replica: int, bell: Bell) -> tuple[Inlet, Outlet]:
-    """This rank's end of the line between a replica and its home trainer."""
-    limit_s = max(config.comm.timeout_s, config.comm.heartbeat_s)
-    line = open_line(config.comm.transport, job, peer, f"stream/{replica}", limit_s)
-    return Inlet(line, bell), Outlet(line, limit_s / _BEATS)

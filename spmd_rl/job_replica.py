@@ -19,12 +19,12 @@ from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.loader import Position, PromptLoader
 from spmd_rl.data.stream.admission import Starts
-from spmd_rl.data.stream.channel import Bell
+from spmd_rl.data.stream.channel import Bell, open_ends
 from spmd_rl.data.stream.producer import Producer
 from spmd_rl.engines.rollout.lead import Lead, follow
 from spmd_rl.graph.groups import GroupRun
 from spmd_rl.graph.stage import BuildContext, Context
-from spmd_rl.job_async import Cast, Start, meet, open_stream, share
+from spmd_rl.job_async import Cast, Start, meet, share
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.spans import Spans
 from spmd_rl.observe.timeline import rank_file
@@ -150,7 +150,7 @@ class Replica:
     def _open(self, start: Start) -> None:
         config, made, number = self.config, self.cast, self.number
         bell = Bell()
-        inlet, outlet = open_stream(config, self.job, made.roles.train[made.home(number)], number, bell)
+        inlet, outlet = open_ends(config.comm, self.job, made.roles.train[made.home(number)], number, bell)
         starts = Starts(start.rounds, config.stream.staleness, number, len(made.replicas), start.frontier)
         self.producer = Producer(
             starts,

@@ -15,14 +15,14 @@ from spmd_rl.config.check import derived_sizes
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.stream.admission import Frontier
-from spmd_rl.data.stream.channel import Bell
+from spmd_rl.data.stream.channel import Bell, open_ends
 from spmd_rl.data.stream.consumer import Consumer
 from spmd_rl.data.stream.ledger import Ledger
 from spmd_rl.data.stream.store import Store
 from spmd_rl.graph.roles import SOURCE
 from spmd_rl.graph.stage import rank_spans
 from spmd_rl.job import Job
-from spmd_rl.job_async import Cast, meet, open_stream, share
+from spmd_rl.job_async import Cast, meet, share
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.recipes.evaluate import RECORDED
 from spmd_rl.weights.publish import Publisher
@@ -86,7 +86,7 @@ class TrainerJob(Job):
             bell = Bell()
             heads = [replica[0] for replica in made.replicas]
             own = [r for r in range(len(heads)) if made.home(r) == self.world.rank]
-            lines = {replica: open_stream(config, job, heads[replica], replica, bell) for replica in own}
+            lines = {replica: open_ends(config.comm, job, heads[replica], replica, bell) for replica in own}
             transport = make_transport(config.comm.transport, self.world, config.comm.stage_timeout_s)
             self._start = start
             self.consumer = Consumer(

@@ -9,10 +9,13 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from spmd_rl.comm.line import Line
+from spmd_rl.comm.line import Line, open_line
 from spmd_rl.comm.transport import TransportError
+from spmd_rl.comm.world import World
+from spmd_rl.config.schema import CommConfig
 from spmd_rl.data.stream.frames import Frame, Kind, Message, pack, unpack
 
+_BEATS = 8  # a silent line says that it is alive so many times within the limit of a wait
 _FRAME_BYTES = 64 << 20  # a frame with more than this is sent before further messages join it
 
 
@@ -133,3 +136,10 @@ class Inlet:
         except TransportError as error:
             self._error = error
             self._bell.ring()
+
+
+def open_ends(comm: CommConfig, job: World, peer: int, replica: int, bell: Bell) -> tuple[Inlet, Outlet]:
+    """This rank's end of the line between a replica and its home trainer; waits for the other end."""
+    limit_s = max(comm.timeout_s, comm.heartbeat_s)
+    line = open_line(comm.transport, job, peer, f"stream/{replica}", limit_s)
+    return Inlet(line, bell), Outlet(line, limit_s / _BEATS)
