@@ -12,6 +12,7 @@ from spmd_rl.config.schema import Config
 from spmd_rl.graph.graph import Graph
 from spmd_rl.graph.stage import EngineSpec, Stage
 from spmd_rl.recipes import build, critic, parts
+from spmd_rl.recipes.contract import check_async
 
 
 def graph(config: Config, world_size: int) -> Graph:
@@ -44,7 +45,6 @@ def _check(config: Config) -> None:
             "which the actor is trained"
         )
     if config.mode == "async":
-        raise UserError(
-            "mode=async judges each group where it is drawn, but a critic judges on the trainers: choose mode=sync, or "
-            "run.graph=spmd_rl.recipes.grpo:graph"
-        )
+        if config.stream.train_on != "step":
+            raise UserError("a critic judges whole steps, on the trainers: with mode=async set stream.train_on=step")
+        check_async(config)

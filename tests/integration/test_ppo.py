@@ -48,11 +48,14 @@ def same_training(ours: Path, theirs: Path, tolerance: float = 1e-4) -> None:
 def test_world_size_does_not_change_the_training(tmp_path, model):
     """With all that there is: two updates, two critic epochs, value clipping, KL in the token rewards."""
     algorithm = {"kl_coef": 0.05, "kl_in": "reward", "gae_gamma": 0.99, "gae_lambda": 0.9}
-    for ranks in (1, 2):
+    apart = ["mode=async", "placement.train=2", "stream.staleness=0", "stream.train_on=step"]  # on-policy: the same
+    for ranks in (1, 2, 3):
         config = ppo_config(tmp_path / str(ranks), model, algorithm, {"epochs": 2, "value_clip": 0.5})
         overrides = ["train.steps=3", "train.updates_per_step=2", "train.samples_per_prompt=2"]
+        overrides += apart if ranks == 3 else []
         start(config, *overrides, ranks=ranks, launcher="single" if ranks == 1 else "torchrun").check()
     same_training(tmp_path / "2" / "run", tmp_path / "1" / "run")
+    same_training(tmp_path / "3" / "run", tmp_path / "1" / "run")
     last = metrics(tmp_path / "1" / "run")[-1]
     assert last["value/clip_fraction"] > 0 and last["ratio/max"] > 1.001 and last["kl/ref"] > 0
     assert last["critic/lr"] == 5e-3 and last["value/mean"] != 0
