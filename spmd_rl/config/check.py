@@ -54,8 +54,7 @@ def check(config: Config) -> None:
             )
     if not config.data.train:
         raise UserError("data.train is empty: name at least one source (path: or generator:)")
-    if not config.reward.functions:
-        raise UserError("reward.functions is empty: name at least one (math_verify, reasoning_gym, module:function)")
+    _rewards(config)
     labels = [s.name for s in config.data.eval]
     for label in labels:
         if labels.count(label) > 1:
@@ -166,6 +165,18 @@ def _positive(config: Config) -> None:
     for key, value in above_zero.items():
         if value <= 0:
             raise UserError(f"{key}={value}: a number above 0 is wanted")
+
+
+def _rewards(config: Config) -> None:
+    if not config.reward_model.path:
+        refuse_unused("reward_model", config.reward_model, "reward_model.path")
+        if not config.reward.functions:
+            raise UserError(
+                "reward.functions is empty: name at least one (math_verify, reasoning_gym, module:function), or a "
+                "reward_model.path"
+            )
+    elif any(f.function.rpartition(":")[2] == "reward_model" for f in config.reward.functions):
+        raise UserError("reward.functions: the name reward_model is that of the reward model's own part; rename yours")
 
 
 def _optimizer(section: str, optimizer: OptimizerConfig) -> None:

@@ -100,6 +100,14 @@ class RewardConfig:
 
 
 @dataclass(frozen=True)
+class RewardModelConfig:
+    """A model whose score is added to the functions' rewards; the part `reward_model` in samples and metrics."""
+
+    path: str = ""  # folder of a transformers model for sequence classification with one label; "": none
+    weight: float = 1.0  # total reward = that of the functions + weight * score
+
+
+@dataclass(frozen=True)
 class AlgorithmConfig:
     advantage: str = "grpo"  # grpo | grpo_no_std | grpo_leave_one_out | dr_grpo (with aggregation=constant) | rloo |
     #   reinforce_pp | reinforce_pp_baseline | opo | passk | cpgd (formulas: algorithms/group_advantages.py) |
@@ -246,6 +254,7 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     reward: RewardConfig = field(default_factory=RewardConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
     train: TrainConfig = field(default_factory=TrainConfig)

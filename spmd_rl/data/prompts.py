@@ -6,7 +6,7 @@ import copy
 from typing import Any
 
 from spmd_rl.config.errors import UserError
-from spmd_rl.config.schema import DataConfig
+from spmd_rl.config.schema import DataConfig, SourceConfig
 from spmd_rl.data.sources import Source
 from spmd_rl.data.tables import first_line
 
@@ -52,17 +52,9 @@ class PromptEncoder:
 
     def _render(self, source: Source, prompt: Any, where: str) -> str:
         if isinstance(prompt, str):
-            template = source.config.prompt_template
-            # Not str.format: templates hold braces of their own, as in \boxed{}.
-            prompt = template.replace("{prompt}", prompt)
             if not self._config.chat_template:
-                return prompt
-            system = source.config.system_prompt
-            messages = [{"role": "system", "content": system}] if system else []
-            for question, response in source.config.examples:
-                messages.append({"role": "user", "content": template.replace("{prompt}", question)})
-                messages.append({"role": "assistant", "content": response})
-            messages.append({"role": "user", "content": prompt})
+                return _templated(source.config, prompt)
+            messages = messages_of(source.config, prompt)
         else:
             messages = _checked_messages(prompt, source.prompt_column, where)
             if not self._config.chat_template:
@@ -79,6 +71,22 @@ class PromptEncoder:
         if not ids:
             raise UserError(f"{where}: the prompt is empty")
         return ids
+
+
+def messages_of(source: SourceConfig, prompt: Any) -> list[dict[str, Any]]:
+    """The conversation before the response: system prompt, examples and the text; or the row's own messages."""
+    if not isinstance(prompt, str):
+        return list(prompt)
+    messages = [{"role": "system", "content": source.system_prompt}] if source.system_prompt else []
+    for question, response in source.examples:
+        messages.append({"role": "user", "content": _templated(source, question)})
+        messages.append({"role": "assistant", "content": response})
+    return [*messages, {"role": "user", "content": _templated(source, prompt)}]
+
+
+def _templated(source: SourceConfig, text: str) -> str:
+    # Not str.format: templates hold braces of their own, as in \boxed{}.
+    return source.prompt_template.replace("{prompt}", text)
 
 
 def _checked_messages(prompt: Any, column: str, where: str) -> list[dict[str, Any]]:

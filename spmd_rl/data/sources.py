@@ -54,8 +54,7 @@ class Source:
             raise UserError(f"{key}: weight={config.weight}; a number above 0 is wanted")
         table = _open_table(config, key)
         columns = table.columns()
-        # The schema's default names are those of plain data sets; reasoning-gym calls its prompt `question`.
-        prompt = "question" if config.generator and config.prompt_column == "prompt" else config.prompt_column
+        prompt = prompt_column_of(config)
         answer = config.answer_column if config.answer_column in columns else ""
         for name in (prompt, config.answer_column if config.answer_column != "answer" else prompt):
             if name not in columns:
@@ -98,6 +97,11 @@ class Sources:
             raise IndexError(f"row {index} of {len(self)}")
         part = bisect_right(self.starts, index) - 1
         return self.parts[part], index - self.starts[part]
+
+
+def prompt_column_of(config: SourceConfig) -> str:
+    """The schema's default names are those of plain data sets; reasoning-gym calls its prompt `question`."""
+    return "question" if config.generator and config.prompt_column == "prompt" else config.prompt_column
 
 
 def check_apart(train: Sequence[SourceConfig], held_out: Sequence[SourceConfig]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from spmd_rl.data.loader import PromptLoader
+from spmd_rl.engines.reward.model import RewardModel
 from spmd_rl.engines.reward.pool import RewardPool
 from spmd_rl.engines.rollout.build import build_rollout
 from spmd_rl.engines.rollout.desk import Desk
@@ -49,6 +50,10 @@ def reference(context: BuildContext) -> TrainEngine | BasePolicy:
     if context.config.model.lora_rank and "actor" in context.engines:
         return BasePolicy(context.engines["actor"])
     return Reference(context.config, context.world, context.mesh)
+
+
+def reward_model(context: BuildContext) -> RewardModel:
+    return RewardModel(context.config, context.world, context.mesh, context.engines["tokenizer"])
 
 
 def desk(context: BuildContext) -> Desk:

@@ -7,11 +7,11 @@ from math import isnan
 
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch, Finish
-from spmd_rl.engines.reward.scores import labels
 from spmd_rl.graph.stage import Context
 from spmd_rl.observe.evaluation import EvalResult, Outcome, gather_outcomes, summarize
 from spmd_rl.observe.samples import SampleRecord
-from spmd_rl.recipes.stages import draw, score, scored_columns
+from spmd_rl.recipes.reward_model import judge
+from spmd_rl.recipes.stages import draw, part_names
 
 RECORDED = ("prompt", "row", "response", "reward", "reward_parts", "finish")  # what a sample record is made from
 
@@ -25,9 +25,7 @@ def evaluate(context: Context) -> tuple[list[EvalResult], list[SampleRecord]]:
     outcomes: list[Outcome] = []
     records: list[SampleRecord] = []
     for source, batch in context.engines["loader"].eval_batches(context.slot, context.slots).items():
-        done = batch.with_columns(draw(context, batch, purpose="eval"))
-        scores = score(context, done).result(config.comm.stage_timeout_s)
-        done = done.with_columns(scored_columns(scores))
+        done = judge(context, batch.with_columns(draw(context, batch, purpose="eval")))
         if context.replica == 0:
             outcomes += _outcomes(config, source, done)
             records += sample_records(context, done, evaluation=True)
@@ -46,7 +44,7 @@ def _outcomes(config: Config, source: str, batch: Batch) -> list[Outcome]:
 def sample_records(context: Context, batch: Batch, evaluation: bool = False) -> list[SampleRecord]:
     """The samples of `batch` as text; it must hold the columns `RECORDED`."""
     decode = context.engines["tokenizer"].decode
-    names = labels(context.config.reward.functions)
+    names = part_names(context.config)
     columns = zip(
         batch.ids.tolist(),
         batch["row"].row_bytes(),

@@ -11,7 +11,7 @@ from spmd_rl.data.balance import Balance
 from spmd_rl.engines.rollout.sampling import check_model, model_tokens
 from spmd_rl.graph.roles import roles_of
 from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage, StageFunction
-from spmd_rl.recipes import build, dynamic, kl_control, stages
+from spmd_rl.recipes import build, dynamic, kl_control, reward_model, stages
 
 SCORED = ("prompt", "response")
 
@@ -56,6 +56,8 @@ def engines(config: Config, places: Places) -> list[EngineSpec]:
         made.append(EngineSpec("surplus", dynamic.surplus, places.replicas))
     if algorithm.kl_coef > 0:
         made.append(EngineSpec("reference", build.reference, places.trainers))
+    if config.reward_model.path:
+        made.append(EngineSpec("reward_model", build.reward_model, places.trainers))
     if algorithm.kl_target > 0:
         made.append(EngineSpec(kl_control.ENGINE, kl_control.coefficient))
     return made
@@ -64,9 +66,12 @@ def engines(config: Config, places: Places) -> list[EngineSpec]:
 def generation(config: Config, places: Places) -> list[Stage]:
     """From nothing to judged responses."""
     drawn: tuple[str, ...] = ("response", "rollout_logprob", "finish", "version")
-    judged = ("reward", "reward_parts")
+    with_model = bool(config.reward_model.path)
+    judged = ("task_reward", "task_parts") if with_model else ("reward", "reward_parts")
     first = ("prompt", "row", "turn")
     at = places.replicas
+    reward = Stage("reward", stages.reward, ("prompt", "response", "row"), judged, placement=at)
+    scoring = reward_model.judgement(config, reward, places.trainers) if with_model else [reward]
     if config.algorithm.dynamic_sampling:
         return [Stage("experience", dynamic.experience, produces=(*first, *drawn, *judged), placement=at)]
     draw: StageFunction = stages.rollout
@@ -75,7 +80,7 @@ def generation(config: Config, places: Places) -> list[Stage]:
     return [
         Stage("prompts", stages.prompts, produces=first, placement=at),
         Stage("rollout", draw, consumes=("prompt",), produces=drawn, placement=at),
-        Stage("reward", stages.reward, ("prompt", "response", "row"), judged, placement=at),
+        *scoring,
     ]
 
 

@@ -16,6 +16,7 @@ from spmd_rl.algorithms.check import is_cut
 from spmd_rl.algorithms.masks import exclude, loss_mask, name_samples, nonfinite_samples, spread
 from spmd_rl.algorithms.policy_loss import policy_loss
 from spmd_rl.algorithms.ragged import segment_sum
+from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch, Column, Finish
 from spmd_rl.engines.protocol import Completion, Request
 from spmd_rl.engines.reward.pool import Pending
@@ -146,18 +147,32 @@ class PendingReward:
         columns = scored_columns(scores)
         if self.context.replica == 0:
             metrics = self.context.metrics
-            reward_S = columns["reward"].values
-            metrics.moments("reward", reward_S[~reward_S.isnan()])
-            metrics.sum("reward/excluded", reward_S.isnan().sum())
             metrics.sum("reward/late", scores.late)
             for extras in scores.extras:
                 for name, value in extras.items():
                     metrics.mean(f"reward/extra/{name}", value, 1)
-            names = labels(self.context.config.reward.functions)
-            for name, values_S in zip(names, columns["reward_parts"].values.reshape(-1, len(names)).T, strict=True):
-                valid_S = values_S[~values_S.isnan()]
-                metrics.mean(f"reward/part/{name}", valid_S.double().sum(), len(valid_S))
+        if self.context.config.reward_model.path:  # they are one part of the reward
+            return {"task_reward": columns["reward"], "task_parts": columns["reward_parts"]}
+        report_rewards(self.context, columns)
         return columns
+
+
+def report_rewards(context: Context, columns: Mapping[str, Column]) -> None:
+    """The totals and their parts as metrics."""
+    if context.replica:
+        return
+    metrics, reward_S = context.metrics, columns["reward"].values
+    metrics.moments("reward", reward_S[~reward_S.isnan()])
+    metrics.sum("reward/excluded", reward_S.isnan().sum())
+    names = part_names(context.config)
+    for name, values_S in zip(names, columns["reward_parts"].values.reshape(-1, len(names)).T, strict=True):
+        valid_S = values_S[~values_S.isnan()]
+        metrics.mean(f"reward/part/{name}", valid_S.double().sum(), len(valid_S))
+
+
+def part_names(config: Config) -> list[str]:
+    """What the values of `reward_parts` are called: the reward functions in their order, then the reward model."""
+    return [*labels(config.reward.functions), *(["reward_model"] if config.reward_model.path else [])]
 
 
 def scored_columns(scores: Scores) -> dict[str, Column]:
