@@ -11,8 +11,8 @@ from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.engines.protocol import Terms, ValueTerms
-from spmd_rl.engines.train.engine import Labels, ModelEngine
 from spmd_rl.engines.train.model import load_config
+from spmd_rl.engines.train.model_engine import Labels, ModelEngine
 from spmd_rl.engines.train.value_model import load_value_model
 
 

@@ -12,8 +12,9 @@ from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.engines.train import lora
-from spmd_rl.engines.train.engine import TrainEngine, compute_dtype, full_tensor
+from spmd_rl.engines.train.engine import TrainEngine
 from spmd_rl.engines.train.fsdp import drop_gathered
+from spmd_rl.engines.train.model_engine import compute_dtype, full_tensor
 
 
 class LoraEngine(TrainEngine):
