@@ -127,6 +127,8 @@ class TrainerJob(Job):
 
     def _publish(self, version: int) -> None:
         self.publisher.publish(self.engines["actor"].named_weights, version)
+        if self.config.stream.send == "blocking":
+            self.publisher.wait(version)
 
     def _exhausted(self) -> bool:
         return self.done >= self._start.rounds.count

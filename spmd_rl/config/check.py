@@ -27,6 +27,7 @@ def check(config: Config) -> None:
     one_of("mode", config.mode, ("sync", "async"))
     one_of("stream.on_stale", config.stream.on_stale, ("wait", "drop"))
     one_of("stream.train_on", config.stream.train_on, ("microbatch", "step"))
+    one_of("stream.send", config.stream.send, ("background", "blocking"))
     one_of("stream.swap", config.stream.swap, ("between_groups", "in_flight", "rolling"))
     one_of("comm.transport", config.comm.transport, ("torch", "mpi"))
     if config.stream.keep_cache and config.stream.swap != "in_flight":

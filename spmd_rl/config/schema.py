@@ -243,6 +243,9 @@ class StreamConfig:
     limit_mib: float = 256.0  # of groups from one replica that are being drawn, on their way, or waiting
     swap: str = "between_groups"  # a replica takes new weights: between_groups: once nothing is being drawn |
     #   rolling: the same, one replica after the other | in_flight: between two tokens of what is being drawn
+    send: str = (
+        "background"  # weights: background: while training goes on | blocking: trainers wait until they are there
+    )
     keep_cache: bool = False  # in_flight: running responses keep the keys and values of their tokens; false: made anew
 
 

@@ -82,8 +82,8 @@ def test_on_policy_is_the_synchronous_run(tmp_path, model, synchronous, ranks, l
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["stream.staleness=2", "stream.limit_mib=0.02", "stream.swap=in_flight"],
-        ["stream.staleness=1", "stream.on_stale=drop", "stream.swap=rolling"],
+        ["stream.staleness=2", "stream.limit_mib=0.02", "stream.swap=in_flight", "stream.keep_cache=true"],
+        ["stream.staleness=1", "stream.on_stale=drop", "stream.swap=rolling", "stream.send=blocking"],
     ],
 )
 def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
