@@ -237,10 +237,17 @@ class Replica:
             self._evaluate(version)
 
     def _evaluate(self, version: int) -> None:
-        """With the weights of `version`, which the trainers wait for; what is being drawn is finished before."""
+        """With the weights of `version`, which the trainers wait for; what is being drawn is finished before.
+
+        Where responses may be of several versions anyway, they are interrupted instead. (Not those with stop strings,
+        which not every engine can go on with.)
+        """
         limit_s = self.config.comm.stage_timeout_s
+        interrupts = self.config.stream.swap == "in_flight" and not self.config.rollout.stop
         with self.watch.stage("evaluate", version), self.spans("evaluate", version):
-            while self.desk.unfinished():
+            if interrupts:
+                self.desk.pause()
+            while self.desk.unfinished() and not interrupts:
                 self.desk.step()
                 self._advance()
             self.receiver.wait(version, limit_s)
@@ -250,6 +257,8 @@ class Replica:
             heads = replace(self.world, control=self._heads)  # who has something to evaluate
             context = Context(self.config, heads, self.engines, version, Metrics(), slot, layout.slots, replica)
             self.producer.tell(evaluate(context))
+            if interrupts:
+                self.desk.resume()
 
     def _check_deadlines(self, limit_s: float) -> None:
         for group, running in self._running.items():

@@ -82,7 +82,7 @@ def test_on_policy_is_the_synchronous_run(tmp_path, model, synchronous, ranks, l
 @pytest.mark.parametrize(
     "overrides",
     [
-        ["stream.staleness=2", "stream.limit_mib=0.02", "stream.swap=in_flight", "stream.keep_cache=true"],
+        ["stream.staleness=2", "stream.limit_mib=0.02", "stream.swap=in_flight", "eval.every=2"],
         ["stream.staleness=1", "stream.on_stale=drop", "stream.swap=rolling", "stream.send=blocking"],
     ],
 )
@@ -95,7 +95,7 @@ def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
     assert len(ages(run)) == 8 and max(ages(run)) <= bound and max(ages(run)) > 0
     assert len(samples(run)) == sum(4 if step in (5,) else 5 for step in range(1, 9)) * 4  # none lost, none twice
     for step in metrics(run):
-        assert 0 <= step["staleness/token_mean"] <= step["staleness/mean"] + 1e-9
+        assert 0 <= step["staleness/token_mean"] <= step["staleness/max"]
         assert "stream.swap=in_flight" in overrides or step["staleness/changed_fraction"] == 0
     last = metrics(run)[-1]
     assert {"stream/ready", "stream/bytes", "stream/wait_s", "stream/given_back", "staleness/mean"} <= set(last)

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer
 
 from spmd_rl.data.batch import Finish
 from spmd_rl.engines.protocol import Completion, Sampling
+from spmd_rl.engines.rollout.desk import Desk
 from spmd_rl.engines.rollout.generate import generate
 from spmd_rl.engines.rollout.seeds import continued_seed
 from spmd_rl.engines.rollout.transformers_engine import TransformersEngine
@@ -102,6 +103,25 @@ def test_a_response_goes_on_under_the_next_version(folders: list[Path]) -> None:
         versions = each_version(completion.versions)
         request = next(r for r in requests if r.id == completion.id)
         assert drawn_by_hand(request, folders, versions, keep_cache=False) == completion.tokens
+
+
+def test_a_desk_lets_others_draw_in_between(folders: list[Path]) -> None:
+    requests = make_requests(sampling=SAMPLING)
+    whole = {completion.id: completion.tokens for completion in generate(engine(folders[0]), requests, deadline_s=60)}
+    desk = Desk(engine(folders[0]))
+    slips = [desk.submit(requests[:7]), desk.submit(requests[7:])]
+    for _ in range(5):
+        desk.step()
+    left = desk.unfinished()
+    desk.pause()
+    others = [replace(request, id=(9, *request.id[1:])) for request in requests[:4]]
+    assert [c.tokens for c in generate(desk.engine, others, deadline_s=60)] == [whole[r.id] for r in requests[:4]]
+    assert desk.unfinished() == left > 0
+    desk.resume()
+    while desk.unfinished():
+        desk.step()
+    done = [completion for slip in slips for completion in slip.result()]
+    assert {completion.id: completion.tokens for completion in done} == whole
 
 
 def test_what_cannot_go_on_is_refused(folders: list[Path]) -> None:

@@ -6,7 +6,8 @@ The engine decodes all of them together, one token at a time; a batch that is do
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from spmd_rl.engines.protocol import Completion, Request, RolloutEngine, SampleId
 
@@ -32,6 +33,8 @@ class Desk:
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
         self._open: dict[SampleId, Slip] = {}
+        self._requests: dict[SampleId, Request] = {}
+        self._paused: list[Request] = []
 
     def submit(self, requests: Sequence[Request]) -> Slip:
         """Raises ValueError for a sample that is being drawn already."""
@@ -40,6 +43,7 @@ class Desk:
             if request.id in self._open:
                 raise ValueError(f"sample {request.id} is being drawn already")
         self._open.update(dict.fromkeys(slip.order, slip))
+        self._requests.update((request.id, request) for request in requests)
         self.engine.submit(requests)
         return slip
 
@@ -53,6 +57,21 @@ class Desk:
             if slip is None:
                 raise RuntimeError(f"the rollout engine finished sample {completion.id}, which nobody asked for")
             slip.completions[completion.id] = completion
+            del self._requests[completion.id]
         if self._open and not self.engine.unfinished():
             lost = next(iter(self._open))
             raise RuntimeError(f"the rollout engine lost sample {lost}: it has nothing to do, but did not finish it")
+
+    def pause(self) -> None:
+        """Take everything out of the engine, which can then draw for others; `resume` goes on where it was.
+
+        The engine must be an `InterruptibleEngine`.
+        """
+        assert not self._paused
+        engine: Any = self.engine
+        self._paused = [replace(self._requests[begun.id], begun=begun) for begun in engine.abort()]
+
+    def resume(self) -> None:
+        """Go on with what `pause` took out, under the weights that the engine has now."""
+        requests, self._paused = self._paused, []
+        self.engine.submit(requests)
