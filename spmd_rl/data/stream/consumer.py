@@ -63,10 +63,6 @@ class Consumer:
         self._pending_rows: list[list[int]] = []  # come in, not yet told to the others
         self.notes: list[Any] = []  # what replicas have said beside
 
-    @property
-    def frontier(self) -> Frontier:
-        return self._ledger.frontier
-
     def portions(self, step: int, budget: int, whole: bool, metrics: Metrics) -> Iterator[Portion]:
         """The groups of `step` as they come, in portions of `budget` tokens over all trainers (whole: in one).
 
