@@ -72,6 +72,13 @@ class Reader(ast.NodeVisitor):
             self.read.add((owner, node.attr))
         self.generic_visit(node)
 
+    def visit_Call(self, node: ast.Call) -> None:
+        """`getattr(section, key)` may read any field."""
+        if isinstance(node.func, ast.Name) and node.func.id == "getattr" and not isinstance(node.args[1], ast.Constant):
+            owner = self._type_of(node.args[0])
+            self.read |= {(owner, field) for field in SECTIONS.get(owner or "", ()) if owner is not None}
+        self.generic_visit(node)
+
     def _assign(self, to: ast.expr, type_: str | None) -> None:
         if type_ is None:
             return
@@ -91,6 +98,8 @@ class Reader(ast.NodeVisitor):
             if name in scope:
                 return scope[name]
         if isinstance(node, ast.Attribute):
+            if name == "self.config":  # set by a base class, perhaps in another file
+                return "Config"
             owner = self._type_of(node.value)
             if owner in HOLDERS and node.attr == "config":
                 return HOLDERS[owner]

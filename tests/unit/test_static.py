@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-CHECKED = ("spmd_rl", "tests", "launch", "perf", "csrc", "setup.py")
+CHECKED = ("spmd_rl", "tests", "examples", "launch", "perf", "csrc", "setup.py")
 
 
 def run(*arguments: str) -> str:
