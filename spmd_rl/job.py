@@ -28,7 +28,7 @@ from spmd_rl.config.load import to_yaml
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.exchange import Coordinator
-from spmd_rl.graph.graph import ResolvedGraph, load_graph, resolve
+from spmd_rl.graph.graph import ResolvedGraph, declare, resolve
 from spmd_rl.graph.plan import make_plan
 from spmd_rl.graph.runner import Runner
 from spmd_rl.graph.stage import BuildContext, Context
@@ -50,7 +50,7 @@ def run(config: Config) -> int:
         world = bootstrap(config.comm, config.run.threads)
         with Liveness(world, config.comm) as watch:
             with watch.stage("start", 0):
-                declared = load_graph(config.run.graph)(config, world.size)
+                declared = declare(config, world.size)
                 check_contract(declared)
                 check_world(config, world.size)
                 graph = resolve(declared, world.size)

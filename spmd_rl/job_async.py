@@ -21,7 +21,7 @@ from spmd_rl.config.load import to_yaml
 from spmd_rl.config.schema import Config
 from spmd_rl.data.stream.admission import Frontier
 from spmd_rl.data.stream.rounds import Rounds
-from spmd_rl.graph.graph import ResolvedGraph, load_graph, resolve
+from spmd_rl.graph.graph import ResolvedGraph, declare, resolve
 from spmd_rl.graph.plan import make_plan
 from spmd_rl.graph.roles import TRAIN, Halves, Roles, cut, roles_of
 from spmd_rl.recipes.contract import check_contract
@@ -63,7 +63,7 @@ def cast(config: Config, size: int) -> Cast:
     if roles is None:
         raise UserError("mode=async is wanted here")
     check_world(config, len(roles.rollout))
-    declared = load_graph(config.run.graph)(config, size)
+    declared = declare(config, size)
     check_contract(declared, config.mode)
     halves = cut(declared, roles, RECORDED)
     made = Cast(roles, halves, resolve(halves.train, len(roles.train)), resolve(halves.rollout, len(roles.rollout)))

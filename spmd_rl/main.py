@@ -55,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 def dry_run(config: Config, ranks: int) -> str:
     """The resolved configuration, the graph, and what each distinct rank would do; loads no model."""
     from spmd_rl.graph.describe import describe_graph, describe_plan
-    from spmd_rl.graph.graph import load_graph, resolve
+    from spmd_rl.graph.graph import declare, resolve
     from spmd_rl.graph.plan import make_plan
     from spmd_rl.recipes.contract import check_contract
 
     if config.mode == "async":
         return _dry_run_async(config, ranks)
-    declared = load_graph(config.run.graph)(config, ranks)
+    declared = declare(config, ranks)
     check_contract(declared)
     check_world(config, ranks)
     graph = resolve(declared, ranks)

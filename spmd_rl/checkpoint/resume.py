@@ -34,8 +34,10 @@ def resolve_resume(run_folder: Path, rule: str, identity: Mapping[str, Any], gro
         try:
             found = _resolve(run_folder, rule, dict(identity))
             answer = [(str(found) if found else None, None)]
-        except (UserError, OSError) as error:
+        except UserError as error:
             answer = [(None, str(error))]
+        except OSError as error:
+            answer = [(None, f"run.folder={run_folder} can't be used: {error.strerror}: {error.filename}")]
     dist.broadcast_object_list(answer, group=group, group_src=0)
     path, problem = answer[0]
     if problem is not None:

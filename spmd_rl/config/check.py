@@ -11,11 +11,12 @@ from typing import Any
 
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config, OptimizerConfig
+from spmd_rl.config.values import check_values
 
 
 def check(config: Config) -> None:
     """Refuse what contradicts itself, whatever the world is."""
-    _positive(config)
+    check_values(config)
     one_of("rollout.engine", config.rollout.engine, ("vllm", "transformers"))
     one_of("rollout.dtype", config.rollout.dtype, ("bfloat16", "float32"))
     one_of("model.compute_dtype", config.model.compute_dtype, ("bfloat16", "float32"))
@@ -37,12 +38,18 @@ def check(config: Config) -> None:
             f"train.updates_per_step={config.train.updates_per_step} is more than "
             f"train.prompts_per_step={config.train.prompts_per_step}: an update needs at least one whole group"
         )
+    longest = config.data.max_prompt_tokens + config.rollout.max_tokens
+    if 0 < config.rollout.max_model_tokens < longest:
+        raise UserError(
+            f"rollout.max_model_tokens={config.rollout.max_model_tokens} is less than data.max_prompt_tokens + "
+            f"rollout.max_tokens = {longest}, which a prompt and its response may have"
+        )
     if config.model.lora_rank == 0 and (config.model.lora_alpha or config.model.lora_targets):
         raise UserError(
             "model.lora_alpha and model.lora_targets mean nothing with model.lora_rank=0: set a rank, e.g. 16"
         )
-    if not 0 < config.rollout.top_p <= 1:
-        raise UserError(f"rollout.top_p: a number above 0 and up to 1 is wanted, not {config.rollout.top_p}")
+    if 0 < config.eval.temperature < 0.01:  # vLLM would take it as 0.01
+        raise UserError(f"eval.temperature={config.eval.temperature}: 0 (greedy) or at least 0.01 is wanted")
     if config.eval.temperature == 0 and config.eval.samples_per_prompt > 1:
         raise UserError(
             f"eval.samples_per_prompt={config.eval.samples_per_prompt} with eval.temperature=0 draws the same response "
@@ -68,11 +75,13 @@ def check_model_folder(config: Config) -> None:
     if not folder.is_dir():
         raise UserError(f"model.path: there is no folder {config.model.path}")
     try:
-        json.loads((folder / "config.json").read_text(encoding="utf-8"))
+        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"model.path: {folder / 'config.json'}: {error.strerror}") from None
     except ValueError as error:
         raise UserError(f"model.path: {folder / 'config.json'} is not valid JSON ({error})") from None
+    if not isinstance(described, dict):
+        raise UserError(f"model.path: {folder / 'config.json'} holds no JSON object, but {type(described).__name__}")
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"model.path: no *.safetensors in {folder}; save the model with save_pretrained")
 
@@ -122,52 +131,6 @@ def derived_sizes(config: Config, size: int) -> dict[str, int | float]:
     }
 
 
-def _positive(config: Config) -> None:
-    at_least: dict[str, tuple[float, float]] = {
-        "train.steps": (config.train.steps, 0),
-        "train.prompts_per_step": (config.train.prompts_per_step, 1),
-        "train.samples_per_prompt": (config.train.samples_per_prompt, 1),
-        "train.updates_per_step": (config.train.updates_per_step, 1),
-        "train.tokens_per_microbatch": (config.train.tokens_per_microbatch, 1),
-        "critic.warmup_steps": (config.critic.warmup_steps, 0),
-        "critic.epochs": (config.critic.epochs, 1),
-        "critic.value_clip": (config.critic.value_clip, 0),
-        "rollout.tensor_parallel": (config.rollout.tensor_parallel, 1),
-        "rollout.max_tokens": (config.rollout.max_tokens, 1),
-        "rollout.top_k": (config.rollout.top_k, 0),
-        "rollout.max_sequences": (config.rollout.max_sequences, 1),
-        "model.logprob_chunk": (config.model.logprob_chunk, 1),
-        "model.lora_rank": (config.model.lora_rank, 0),
-        "model.lora_alpha": (config.model.lora_alpha, 0),
-        "data.epochs": (config.data.epochs, 0),
-        "data.max_prompt_tokens": (config.data.max_prompt_tokens, 1),
-        "reward.workers": (config.reward.workers, 0),
-        "eval.every": (config.eval.every, 0),
-        "eval.samples_per_prompt": (config.eval.samples_per_prompt, 1),
-        "eval.temperature": (config.eval.temperature, 0),
-        "checkpoint.every": (config.checkpoint.every, 0),
-        "checkpoint.keep": (config.checkpoint.keep, 0),
-        "stream.staleness": (config.stream.staleness, 0),
-        "run.threads": (config.run.threads, 0),
-    }
-    above_zero = {
-        "rollout.temperature": config.rollout.temperature,
-        "rollout.kv_cache_gib": config.rollout.kv_cache_gib,
-        "stream.limit_mib": config.stream.limit_mib,
-        "reward.timeout_s": config.reward.timeout_s,
-        "comm.timeout_s": config.comm.timeout_s,
-        "comm.init_timeout_s": config.comm.init_timeout_s,
-        "comm.heartbeat_s": config.comm.heartbeat_s,
-        "comm.stage_timeout_s": config.comm.stage_timeout_s,
-    }
-    for key, (value, least) in at_least.items():
-        if value < least:
-            raise UserError(f"{key}={value}: at least {least} is wanted")
-    for key, value in above_zero.items():
-        if value <= 0:
-            raise UserError(f"{key}={value}: a number above 0 is wanted")
-
-
 def _rewards(config: Config) -> None:
     if not config.reward_model.path:
         refuse_unused("reward_model", config.reward_model, "reward_model.path")
@@ -184,9 +147,6 @@ def _optimizer(section: str, optimizer: OptimizerConfig) -> None:
     one_of(f"{section}.schedule", optimizer.schedule, ("constant", "linear", "cosine"))
     if len(optimizer.betas) != 2:
         raise UserError(f"{section}.betas: two numbers are wanted, not {optimizer.betas}")
-    for key in ("lr", "warmup_steps", "grad_clip"):
-        if getattr(optimizer, key) < 0:
-            raise UserError(f"{section}.{key}={getattr(optimizer, key)}: at least 0 is wanted")
 
 
 def _divisors(number: int) -> str:

@@ -34,7 +34,31 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Confi
 
 def to_yaml(config: Config) -> str:
     """The resolved configuration as YAML; `load_config` of it gives `config` again."""
-    return OmegaConf.to_yaml(OmegaConf.structured(config), resolve=True)
+    return OmegaConf.to_yaml(OmegaConf.create(_literal(dataclasses.asdict(config))))
+
+
+def _literal(value: Any) -> Any:
+    """The same with every `${` in a text marked as no interpolation."""
+    if isinstance(value, dict):
+        return {key: _literal(child) for key, child in value.items()}
+    if isinstance(value, list):
+        return [_literal(child) for child in value]
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML in which a key stands once: PyYAML takes the last of several in silence."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> Any:
+        names = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        for key, _ in node.value:
+            if names.count(key.value) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"{key.value} stands there twice", key.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _parse_yaml(text: str) -> Any:
+    return yaml.load(text, _Loader)  # noqa: S506, a safe loader
 
 
 def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
@@ -43,21 +67,31 @@ def _read(path: Path, seen: tuple[Path, ...]) -> dict[str, Any]:
     if path in seen:
         raise UserError(f"{path}: inherits from itself through {' -> '.join(p.name for p in (*seen, path))}")
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        content = _parse_yaml(path.read_text(encoding="utf-8")) or {}
     except OSError as error:
         raise UserError(f"configuration file {path}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"configuration file {path}: not UTF-8 text (byte {error.start + 1})") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f":{mark.line + 1}" if mark else ""
         raise UserError(f"{path}{where}: not valid YAML ({getattr(error, 'problem', None) or error})") from None
+    except (RecursionError, ValueError) as error:  # an anchor inside of itself; a date that no calendar has
+        raise UserError(f"{path}: not valid YAML ({_first_line(error)})") from None
     if not isinstance(content, dict):
         raise UserError(f"{path}: a mapping of sections is wanted, not {type(content).__name__}")
     parents = content.pop(INHERIT, [])
     parents = [parents] if isinstance(parents, str) else parents
+    if not isinstance(parents, list) or not all(isinstance(parent, str) for parent in parents):
+        raise UserError(f"{path}: {INHERIT} wants the path of a YAML file or a list of them, not {parents!r}")
     base = OmegaConf.create({})
     for parent in parents:
         base = OmegaConf.merge(base, _read(path.parent / parent, (*seen, path)))  # type: ignore[assignment]
-    merged = OmegaConf.merge(base, OmegaConf.create(content))
+    try:
+        merged = OmegaConf.merge(base, OmegaConf.create(content))
+    except (OmegaConfBaseException, RecursionError) as error:
+        key = getattr(error, "full_key", None)
+        raise UserError(f"{path}: {key + ': ' if key else ''}{_first_line(error)}") from None
     return OmegaConf.to_container(merged)  # type: ignore[return-value]
 
 
@@ -70,15 +104,16 @@ def _override(merged: DictConfig, override: str) -> DictConfig:
     if not equals or not key:
         raise UserError(f"command line: {override!r} is not of the form section.key=value")
     try:
-        value = yaml.safe_load(text) if text else ""
-    except yaml.YAMLError:
+        value = _parse_yaml(text) if text else ""
+    except (yaml.YAMLError, ValueError):
         value = text
     if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
         value = float(value)  # YAML 1.1 reads 1e-5 as text
-    _check_path(key)
+    if _check_path(key) is str and value is not None and not isinstance(value, (dict, list)):
+        value = value if isinstance(value, str) else text  # a name such as 7 or 2024-01-01
     try:
         OmegaConf.update(merged, key, value, force_add=True)
-    except (OmegaConfBaseException, IndexError, ValueError) as error:
+    except (OmegaConfBaseException, IndexError, ValueError, RecursionError) as error:
         raise UserError(f"command line: {override!r}: {_first_line(error)}") from None
     _check_names(merged, Config, "", "command line")
     return merged
@@ -125,8 +160,8 @@ def _section(hint: Any) -> type | None:
     return hint if dataclasses.is_dataclass(hint) else None  # type: ignore[return-value]
 
 
-def _check_path(key: str) -> None:
-    """Refuse an override whose key is not in the schema, before it is put in."""
+def _check_path(key: str) -> Any:
+    """Refuse an override whose key is not in the schema, before it is put in; the type that its value is to have."""
     parts = [p for p in re.split(r"[.\[\]]+", key) if p and not p.isdigit()]
     cls: Any = Config
     for depth, part in enumerate(parts):
@@ -137,8 +172,9 @@ def _check_path(key: str) -> None:
         if _section(hint) is None:
             if depth + 1 < len(parts) and get_origin(hint) is not dict:
                 raise _unknown(".".join(parts), "command line")
-            return
+            return hint if depth + 1 == len(parts) else None
         cls = _section(hint)
+    return cls
 
 
 def _unknown(key: str, where: str) -> UserError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -50,12 +51,30 @@ def load_graph(path: str) -> GraphFunction:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise UserError(f"run.graph={path!r}: no module named {error.name!r} (is its folder in PYTHONPATH?)") from None
+    except TypeError:
+        if not path.startswith("."):
+            raise
+        raise UserError(f"run.graph={path!r}: a whole name is wanted, not one that starts with a dot") from None
     function = getattr(module, name, None)
     if not callable(function):
         near = difflib.get_close_matches(name, dir(module), 1)
         hint = f"; did you mean {near[0]}?" if near else ""
         raise UserError(f"run.graph={path!r}: {module_name} has no function {name!r}{hint}")
     return function
+
+
+def declare(config: Config, world_size: int) -> Graph:
+    """The graph of `run.graph`. Raises UserError where that is no function `graph(config, world_size) -> Graph`."""
+    path, function = config.run.graph, load_graph(config.run.graph)
+    wanted = "a function graph(config, world_size) that returns a Graph is wanted"
+    try:
+        inspect.signature(function).bind(config, world_size)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"run.graph={path!r}: {wanted} ({error})") from None
+    declared = function(config, world_size)
+    if not isinstance(declared, Graph):
+        raise UserError(f"run.graph={path!r}: {wanted}, not {type(declared).__name__}")
+    return declared
 
 
 def resolve(graph: Graph, world_size: int) -> ResolvedGraph:

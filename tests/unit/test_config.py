@@ -7,12 +7,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
 from spmd_rl.config.check import check, check_model_folder, check_world
 from spmd_rl.config.errors import UserError
-from spmd_rl.config.load import load_config, to_yaml
+from spmd_rl.config.load import _hint_of, load_config, to_yaml, valid_keys
+from spmd_rl.config.values import RANGES
 
 ROOT = Path(__file__).parents[2]
 GOOD = """
@@ -73,7 +75,9 @@ def test_further_files_and_values_are_laid_over_in_order(tmp_path, good):
 
 
 def test_what_is_written_reads_back_equal(tmp_path, good):
-    config = load_config(good, ["train.steps=5", "data.train.0.system_prompt='数字だけ 🙂'"])
+    prompts = [r"data.train.0.system_prompt='数字だけ 🙂 \${x}$ \\\${y} \frac12'", "data.train.0.params.note='\\${z}'"]
+    config = load_config(good, ["train.steps=5", *prompts])
+    assert config.data.train[0].system_prompt == r"数字だけ 🙂 ${x}$ \${y} \frac12"
     (tmp_path / "written.yaml").write_text(to_yaml(config))
     assert load_config(tmp_path / "written.yaml") == config
 
@@ -97,12 +101,28 @@ def test_what_is_written_reads_back_equal(tmp_path, good):
         ("rollout.engine=vlm", "rollout.engine='vlm' is not known: one of vllm, transformers .* did you mean vllm"),
         ("train.samples_per_prompt=0", "train.samples_per_prompt=0: at least 1 is wanted"),
         ("train.updates_per_step=9", "updates_per_step=9 is more than train.prompts_per_step=8"),
-        ("rollout.temperature=0", "rollout.temperature=0.0: a number above 0 is wanted"),
+        ("rollout.temperature=0", "rollout.temperature=0.0: at least 0.01 and at most 100 is wanted"),
         ("model.lora_alpha=8", "mean nothing with model.lora_rank=0: set a rank"),
         ("model.lora_rank=-1", "model.lora_rank=-1: at least 0 is wanted"),
-        ("rollout.top_p=1.5", "top_p: a number above 0 and up to 1"),
+        ("rollout.top_p=1.5", "rollout.top_p=1.5: a number above 0 and at most 1 is wanted"),
         ("eval.samples_per_prompt=4", "eval.temperature=0 draws the same response"),
         ("eval.pass_at=[3]", "eval.pass_at=3 needs 1 <= k <= eval.samples_per_prompt=1"),
+        ("train.optimizer.lr=.nan", "train.optimizer.lr=nan: a finite number is wanted"),
+        ("train.optimizer.grad_clip=nan", "train.optimizer.grad_clip=nan: a finite number is wanted"),
+        ("reward.functions[0].weight=.inf", r"reward.functions\[0\].weight=inf: a finite number is wanted"),
+        ("train.optimizer.betas=[0.9,1]", r"betas\[1\]=1.0: at least 0 and below 1 is wanted"),
+        ("train.steps=0", "train.steps=0: at least 1 is wanted"),
+        ("train.steps=99999999999999999999", "train.steps=99999999999999999999: no such number fits in 64 bits"),
+        ("data.train[0].weight=0", r"data.train\[0\].weight=0.0: a number above 0 and at most 1e\+06 is wanted"),
+        ("comm.timeout_s=1e300", r"comm.timeout_s=1e\+300: at least 0.1 and at most 1e\+06 is wanted"),
+        ("observe.console_every=0", "observe.console_every=0: at least 1 is wanted"),
+        ("rollout.stop=['']", r"rollout.stop\[0\] is empty"),
+        ("run.folder=''", "run.folder is empty"),
+        ("run.folder=a\udcff", r"run.folder: 'a\\udcff' is not UTF-8"),
+        ('run.folder="a\\0"', r"run.folder: a NUL character"),
+        ("eval.temperature=0.001", "eval.temperature=0.001: 0 .greedy. or at least 0.01"),
+        ("rollout.max_model_tokens=100", "max_model_tokens=100 is less than data.max_prompt_tokens .* = 1280"),
+        ("data.train[0].params={a: &x [*x]}", "command line: .*recursion"),
         ("reward.functions=[]", "reward.functions is empty"),
         ("data.train=[]", "data.train is empty"),
     ],
@@ -122,6 +142,14 @@ def test_wrong_input_is_one_line_that_says_what_would_be_right(good, override, m
         ("train: {steps: [", r"bad.yaml:\d+: not valid YAML"),
         (GOOD.replace("model: {path: somewhere}", ""), "model.path is not set"),
         (GOOD.replace("size: 10", "sise: 10"), "unknown key data.train.sise"),
+        (GOOD + "train: {steps: 3}\ntrain: {steps: 4}", r"bad.yaml:5: not valid YAML \(train stands there twice\)"),
+        (GOOD + "train: {steps: 3, steps: 4}", r"bad.yaml:5: not valid YAML \(steps stands there twice\)"),
+        (GOOD + "run: {name: 2024-01-01}", "run.name: Value 'date' is not a supported"),
+        (GOOD + "run: {name: 2024-13-41}", "bad.yaml: not valid YAML .*month must be in"),
+        (GOOD + "train: &x {steps: *x}", "bad.yaml: .*"),
+        (GOOD + "defaults: 5", "defaults wants the path of a YAML file or a list of them, not 5"),
+        (GOOD + "defaults: [{a: b}]", "defaults wants the path"),
+        ("a: [1, 2]: 3", "not valid YAML"),
     ],
 )
 def test_a_wrong_file_is_one_line_too(tmp_path, text, message):
@@ -129,6 +157,29 @@ def test_a_wrong_file_is_one_line_too(tmp_path, text, message):
     path.write_text(text)
     with pytest.raises(UserError, match=message):
         load_config(path)
+
+
+def test_files_that_are_no_text(tmp_path):
+    (tmp_path / "latin.yaml").write_bytes("run: {name: Grün}".encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin.yaml: not UTF-8 text \(byte 15\)"):
+        load_config(tmp_path / "latin.yaml")
+    with pytest.raises(UserError, match="Is a directory"):
+        load_config(tmp_path)
+
+
+def test_every_number_has_a_range_and_every_range_a_number():
+    """Those of `algorithm` are looked at in algorithms/check.py."""
+
+    def number(hint) -> bool:
+        return any(part in (int, float) for part in (hint, *get_args(hint)))
+
+    numbers = {key for key in valid_keys() if number(_hint_of(key)) and not key.startswith("algorithm.")}
+    assert set(RANGES) == numbers
+
+
+@pytest.mark.parametrize("name", ["7", "1e3", "2024-01-01", "yes", "0x10", "[a", "日本語 🙂"])
+def test_a_text_on_the_command_line_is_taken_as_it_stands(good, name):
+    assert load_config(good, [f"run.name={name}"]).run.name == name
 
 
 def test_missing_file_is_named(tmp_path):
@@ -145,6 +196,9 @@ def test_model_folder(tmp_path, good):
         check_model_folder(config)
     (tmp_path / "config.json").write_text('{"num_attention_heads": 9}')
     with pytest.raises(UserError, match="no \\*.safetensors"):
+        check_model_folder(config)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(UserError, match="config.json holds no JSON object, but list"):
         check_model_folder(config)
     with pytest.raises(UserError, match="3 ranks are not divisible by rollout.tensor_parallel=2"):
         check_world(config, 3)

@@ -7,8 +7,9 @@ import random
 import pytest
 
 from spmd_rl.config.errors import UserError
+from spmd_rl.config.schema import Config, RunConfig
 from spmd_rl.data.balance import Balance
-from spmd_rl.graph.graph import Graph, load_graph, resolve
+from spmd_rl.graph.graph import Graph, declare, load_graph, resolve
 from spmd_rl.graph.plan import FinishExchange, Plan, Run, StartExchange, make_plan
 from spmd_rl.graph.stage import REST, Placement, Stage
 
@@ -154,6 +155,20 @@ def test_graph_function_that_is_not_there_is_named():
         load_graph("nowhere:graph")
     with pytest.raises(UserError, match="package.module:function"):
         load_graph("spmd_rl.recipes.grpo")
+    with pytest.raises(UserError, match="not one that starts with a dot"):
+        load_graph(".recipes.grpo:graph")
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("os:getcwd", r"graph\(config, world_size\) that returns a Graph is wanted \("),
+        ("operator:eq", "that returns a Graph is wanted, not bool"),
+    ],
+)
+def test_a_function_that_makes_no_graph_is_refused(path, message):
+    with pytest.raises(UserError, match=message):
+        declare(Config(run=RunConfig(graph=path)), 2)
 
 
 def random_graph(rng: random.Random, size: int) -> list[Stage]:
