@@ -74,16 +74,22 @@ def check_model_folder(config: Config) -> None:
     folder = Path(config.model.path)
     if not folder.is_dir():
         raise UserError(f"model.path: there is no folder {config.model.path}")
-    try:
-        described = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"model.path: {folder / 'config.json'}: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"model.path: {folder / 'config.json'} is not valid JSON ({error})") from None
-    if not isinstance(described, dict):
-        raise UserError(f"model.path: {folder / 'config.json'} holds no JSON object, but {type(described).__name__}")
+    for file in (folder / "config.json", folder / "generation_config.json"):
+        if file.name == "config.json" or file.exists():
+            _check_json(file)
     if not any(folder.glob("*.safetensors")):
         raise UserError(f"model.path: no *.safetensors in {folder}; save the model with save_pretrained")
+
+
+def _check_json(file: Path) -> None:
+    try:
+        described = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"model.path: {file}: {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"model.path: {file} is not valid JSON ({error})") from None
+    if not isinstance(described, dict):
+        raise UserError(f"model.path: {file} holds no JSON object, but {type(described).__name__}")
 
 
 def check_world(config: Config, size: int) -> None:

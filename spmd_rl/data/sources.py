@@ -136,6 +136,8 @@ def _open_table(config: SourceConfig, key: str) -> Table:
     path = Path(config.path)
     if not path.exists():
         raise UserError(f"{key}: no file or folder {path}")
+    if not path.is_dir() and not path.is_file():
+        raise UserError(f"{key}: {path} is neither a file nor a folder")  # opening a pipe would wait for its writer
     if path.is_dir() or path.suffix == ".parquet":
         return ArrowTable(path)
     if path.suffix == ".jsonl":

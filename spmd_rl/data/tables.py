@@ -103,12 +103,13 @@ def _open_folder(path: Path) -> Any:
     import datasets
 
     state = path / "state.json"
-    if state.is_file() and not json.loads(state.read_text()).get("_data_files", True):
-        raise UserError(f"{path}: the data set is empty")  # datasets itself can't load one without rows
     try:
-        data = datasets.load_from_disk(str(path))
+        empty = state.is_file() and not json.loads(state.read_text()).get("_data_files", True)
+        data = None if empty else datasets.load_from_disk(str(path))
     except Exception as error:
         raise UserError(f"{path}: not a folder made by datasets.save_to_disk ({first_line(error)})") from None
+    if data is None:  # datasets itself can't load one without rows
+        raise UserError(f"{path}: the data set is empty")
     if isinstance(data, dict):
         splits = ", ".join(f"{path}/{name}" for name in data)
         raise UserError(f"{path}: holds several splits; name one of them: {splits}")

@@ -198,7 +198,11 @@ def test_model_folder(tmp_path, good):
     with pytest.raises(UserError, match="no \\*.safetensors"):
         check_model_folder(config)
     (tmp_path / "config.json").write_text("[]")
-    with pytest.raises(UserError, match="config.json holds no JSON object, but list"):
+    with pytest.raises(UserError, match="/config.json holds no JSON object, but list"):
+        check_model_folder(config)
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "generation_config.json").write_text('{"eos')
+    with pytest.raises(UserError, match="generation_config.json is not valid JSON"):
         check_model_folder(config)
     with pytest.raises(UserError, match="3 ranks are not divisible by rollout.tensor_parallel=2"):
         check_world(config, 3)

@@ -49,6 +49,12 @@ def test_end_tokens(tmp_path: Path, generation: dict | None, model: dict, tokeni
     assert end_tokens(tmp_path, SimpleNamespace(eos_token_id=tokenizer)) == expected
 
 
+def test_end_tokens_that_are_no_integers_are_refused(tmp_path: Path):
+    (tmp_path / "generation_config.json").write_text('{"eos_token_id": "</s>"}')
+    with pytest.raises(UserError, match="eos_token_id is '</s>'; an integer or a list is wanted"):
+        end_tokens(tmp_path, SimpleNamespace(eos_token_id=2))
+
+
 def described(tmp_path: Path, **fields: object) -> Path:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(fields))

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import os
 from dataclasses import replace
 
 import pytest
@@ -117,6 +118,12 @@ def test_what_is_not_there_is_said_in_one_line(stored, tmp_path, monkeypatch):
     assert "no line holds anything" in refusal(tmp_path / "blank.jsonl")
     assert "not a readable parquet file" in refusal(tmp_path / "not.parquet")
     assert "is neither *.jsonl" in refusal(tmp_path / "x.csv")
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    assert "is neither a file nor a folder" in refusal(tmp_path / "pipe.jsonl")
+    for state in ("{", "[]"):
+        (tmp_path / "state.json").write_text(state)
+        assert "not a folder made by datasets.save_to_disk" in refusal(tmp_path)
+    (tmp_path / "state.json").unlink()
     assert "not a folder made by datasets.save_to_disk" in refusal(tmp_path)
     assert "several splits; name one of them" in refusal(stored / "splits") and "splits/a" in refusal(stored / "splits")
     assert "exactly one of path and generator" in refusal()

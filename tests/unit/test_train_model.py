@@ -153,6 +153,9 @@ def test_folders_that_cannot_be_used(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{ not json")
     with pytest.raises(UserError, match="has an unusable config.json"):
         load_model(str(tmp_path), torch.float32)
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": "64"}')
+    with pytest.raises(UserError, match="has an unusable config.json"):
+        load_model(str(tmp_path), torch.float32)
     (tmp_path / "config.json").write_text('{"model_type": "t5"}')
     with pytest.raises(UserError, match=r"is an encoder-decoder model \(t5\); a causal one is wanted"):
         load_model(str(tmp_path), torch.float32)

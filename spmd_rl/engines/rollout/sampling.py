@@ -41,13 +41,17 @@ def end_tokens(folder: str | Path, tokenizer: Any) -> frozenset[int]:
 
     Those of generation_config.json (else of config.json), where chat models list several, and the tokenizer's own.
     Nothing else of generation_config.json is ever read: its penalties and top_p must not slip into the sampling.
+    Raises UserError, naming the file, where an id is no integer.
     """
     found: set[int] = set() if tokenizer.eos_token_id is None else {int(tokenizer.eos_token_id)}
     for name in ("generation_config.json", "config.json"):
         path = Path(folder) / name
         declared = json.loads(path.read_text()).get("eos_token_id") if path.exists() else None
         if declared is not None:
-            found.update([declared] if isinstance(declared, int) else declared)
+            ids = declared if isinstance(declared, list) else [declared]
+            if not all(isinstance(one, int) and not isinstance(one, bool) for one in ids):
+                raise UserError(f"model.path: {path}: eos_token_id is {declared!r}; an integer or a list is wanted")
+            found.update(ids)
             break
     return frozenset(found)
 

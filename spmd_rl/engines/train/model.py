@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -79,7 +80,7 @@ def load_config(path: str, key: str = "model.path") -> Any:
         raise UserError(f"{key}: {path!r} has no config.json; give a folder in Hugging Face format")
     try:
         return AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, json.JSONDecodeError, StrictDataclassError) as error:
         raise UserError(f"{key}: {path!r} has an unusable config.json: {_first_line(error)}") from error
 
 
@@ -90,6 +91,8 @@ def load_tokenizer(path: str, key: str = "model.path") -> Any:
         tokenizer = AutoTokenizer.from_pretrained(path, local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{key}: {path!r} has no usable tokenizer: {_first_line(error)}") from error
+    if not len(tokenizer):  # what transformers makes up where there is no file of one
+        raise UserError(f"model.path: {path!r} has no tokenizer: save it there with save_pretrained")
     return tokenizer
 
 
