@@ -170,6 +170,7 @@ class CriticConfig:
     path: str = ""  # folder that it starts from: a causal model, or a reward model, whose head is kept; "": model.path
     warmup_steps: int = 0  # first steps in which only the critic is trained and the actor stays as it is
     epochs: int = 1  # passes over each round's samples, in train.updates_per_step optimizer steps each
+    lora_rank: int = 0  # above 0: adapters of this rank and the head are trained, as model.lora_rank does; 0: all
     value_clip: float = 0.0  # how far a value may move within a round before its loss holds it back; 0: any distance
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=1e-5))
 

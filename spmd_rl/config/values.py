@@ -75,6 +75,7 @@ RANGES: dict[str, Range] = {
     "train.tokens_per_microbatch": _SOME,
     "critic.warmup_steps": _COUNT,
     "critic.epochs": _SOME,
+    "critic.lora_rank": _COUNT,
     "critic.value_clip": _COUNT,
     **{f"{part}.optimizer.{key}": allowed for part in ("train", "critic") for key, allowed in _OPTIMIZER.items()},
     "eval.every": _COUNT,

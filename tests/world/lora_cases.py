@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_rl.algorithms.critic_loss import CriticLoss
 from spmd_rl.checkpoint.checkpointer import Checkpointer
 from spmd_rl.checkpoint.export import export_model
 from spmd_rl.checkpoint.export_adapter import export_adapter
@@ -17,12 +18,15 @@ from spmd_rl.checkpoint.files import latest_valid
 from spmd_rl.checkpoint.load import load_checkpoint
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
-from spmd_rl.config.schema import Config
+from spmd_rl.config.schema import Config, CriticConfig, OptimizerConfig
+from spmd_rl.engines.train.critic import CriticEngine
 from spmd_rl.engines.train.fsdp import drop_gathered
 from spmd_rl.engines.train.lora_engine import BasePolicy, LoraEngine
 from spmd_rl.observe.metrics import Metrics
 from tests.world import train_cases as cases
+from tests.world.test_critic import with_returns
 
+CRITIC = OptimizerConfig(lr=1e-2, grad_clip=0.0)
 OPTIMIZER = {"lr": 1e-2, "schedule": "cosine", "warmup_steps": 2, "weight_decay": 0.1}
 
 
@@ -117,3 +121,19 @@ def bf16(world: World, folder: str) -> dict[str, Any]:
 def whole_parameters(engine: Engine) -> dict[str, Tensor]:
     drop_gathered(engine._network)
     return {name: cases.full(p.detach()) for name, p in engine._model.named_parameters()}
+
+
+def critic(world: World, folder: str, steps: int) -> dict[str, Any]:
+    """A critic with adapters, on returns that the tokens tell."""
+    critic = CriticConfig(lora_rank=4, optimizer=CRITIC)
+    settings = replace(cases.config(folder, tokens_per_microbatch=24), critic=critic)
+    mesh = world.mesh(range(world.size), {"dp": world.size})
+    engine = CriticEngine(settings, world, mesh, total_steps=steps)
+    batch, losses = cases.share(with_returns(cases.samples()), world), []
+    for _ in range(steps):
+        metrics = Metrics()
+        engine.update(batch, CriticLoss(clip=0.0), metrics)
+        found = metrics.reduce(world.control)
+        losses.append([found["loss/value"], found["critic/grad_norm"]])
+    state = engine.state_dict()
+    return {"losses": losses, "saved": sorted(state["model"]), "base": state["base"]}

@@ -73,7 +73,7 @@ def test_a_checkpoint_goes_on_on_one_rank_and_refuses_another_base(
     assert found["logprobs"] == pytest.approx(ranks[0]["logprobs"], abs=1e-5)
     for mine, theirs in zip(compared(found["steps"]), compared(ranks[0]["steps"][3:]), strict=True):
         assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-6)
-    assert "LoRA adapters of another model than the one in model.path=" in found["other"]
+    assert "LoRA adapters belong to a model other than" in found["other"]
 
 
 def test_transformers_loads_the_merged_model_and_peft_the_adapter(two: tuple[Path, list[Any]], model: str) -> None:
@@ -97,3 +97,13 @@ def test_bfloat16_keeps_adapters_and_moments_in_float32(model: str) -> None:
             assert found[f"{rollout}: names"] == names
             assert found[f"{rollout}: dtypes"] == [f"torch.{rollout}"]
             assert found[f"{rollout}: change"] > 1e-3 and found[f"{rollout}: error"] < tolerance
+
+
+def test_a_critic_learns_by_adapters_and_its_head(model: str) -> None:
+    (alone,) = run_world(cases.critic, 1, "single", TIMEOUT_S, {"folder": model, "steps": 25}).check().ranks
+    assert alone["losses"][-1][0] < 0.3 * alone["losses"][0][0]
+    assert alone["saved"][:2] == ["head.bias", "head.weight"] and len(alone["saved"]) == 2 + 2 * 7 * 2
+    assert all(".lora_" in name for name in alone["saved"][2:]) and alone["base"]
+    for rank in run_world(cases.critic, 2, "torchrun", TIMEOUT_S, {"folder": model, "steps": 3}).check().ranks:
+        for ours, theirs in zip(rank["losses"], alone["losses"], strict=False):
+            assert ours == pytest.approx(theirs, rel=1e-4, abs=1e-6)

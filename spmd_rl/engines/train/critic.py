@@ -8,11 +8,12 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
-from spmd_rl.config.schema import Config
+from spmd_rl.config.schema import Config, ModelConfig
 from spmd_rl.data.batch import Batch
 from spmd_rl.engines.protocol import Terms, ValueTerms
+from spmd_rl.engines.train import lora
 from spmd_rl.engines.train.model import load_config
-from spmd_rl.engines.train.model_engine import Labels, ModelEngine
+from spmd_rl.engines.train.model_engine import Labels, ModelEngine, compute_dtype
 from spmd_rl.engines.train.value_model import load_value_model
 
 
@@ -44,6 +45,10 @@ class CriticEngine(ModelEngine[ValueTerms]):
             )
         # The policy's own model has been verified by the actor.
         network = load_value_model(path, torch.float32, "critic.path", verify=path != config.model.path)
+        if config.critic.lora_rank:
+            adapters = lora.lora_config(ModelConfig(path=path, lora_rank=config.critic.lora_rank), bare=True)
+            lora.add_adapters(network.model, adapters, compute_dtype(config), config.run.seed)
+            self._base = lora.base_identity(path)
         super().__init__(config, world, mesh, network, network, config.critic.optimizer, total_steps)
 
     def values(self, batch: Batch) -> Tensor:

@@ -26,19 +26,21 @@ _BASE, _A, _B = ".base_layer.", ".lora_A.", ".lora_B."
 _SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
-def lora_config(settings: ModelConfig) -> Any:
+def lora_config(settings: ModelConfig, bare: bool = False) -> Any:
     """The `peft.LoraConfig` of these settings. Raises UserError for a target that names no linear layer.
 
+    bare: for the transformer without its head, whose layers have other full names.
     Loads no weight: the layers are looked up in a model without storage, so that a mistake is known at once.
     """
     from peft import LoraConfig
 
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(load_config(settings.path))
+            whole = AutoModelForCausalLM.from_config(load_config(settings.path))
     except ValueError as error:
         reason = str(error).splitlines()[0]
         raise UserError(f"model.path: {settings.path!r} is no causal language model: {reason}") from None
+    model = whole.base_model if bare else whole
     linear = _linear_layers(model)
     chosen = list(linear)
     if settings.lora_targets:

@@ -8,7 +8,6 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.engines.train import lora
@@ -27,7 +26,7 @@ class LoraEngine(TrainEngine):
         self._lora = lora.lora_config(config.model)
         model = super()._load(config, trainable)
         lora.add_adapters(model, self._lora, compute_dtype(config), config.run.seed)
-        self._path, self._base = config.model.path, lora.base_identity(config.model.path)
+        self._base = lora.base_identity(config.model.path)
         return model
 
     def _whole_weights(self, gathered: bool) -> Iterator[tuple[str, Tensor]]:
@@ -48,18 +47,6 @@ class LoraEngine(TrainEngine):
     def adapter_settings(self) -> dict[str, Any]:
         """What PEFT's adapter_config.json is to hold."""
         return lora.adapter_settings(self._lora)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Adapters, their optimizer, and which base they belong to."""
-        return {**super().state_dict(), "base": self._base}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Raises UserError for adapters of another base."""
-        if state["base"] != self._base:
-            raise UserError(
-                f"the checkpoint holds LoRA adapters of another model than the one in model.path={self._path}"
-            )
-        super().load_state_dict(state)
 
 
 class BasePolicy:

@@ -78,6 +78,7 @@ class ModelEngine(Generic[TermsT]):
     """
 
     labels: ClassVar[Labels] = Labels()
+    _base = ""  # `lora.base_identity` of the frozen part, where there is one
 
     def __init__(
         self,
@@ -192,6 +193,7 @@ class ModelEngine(Generic[TermsT]):
         drop_gathered(self._network)
         frozen = self._frozen()
         state = {
+            **({"base": self._base} if self._base else {}),
             "model": {name: t for name, t in get_model_state_dict(self._model).items() if name not in frozen},
             "optimizer": get_optimizer_state_dict(self._model, self._optimizer),
             "schedule": self._schedule.state_dict(),
@@ -202,9 +204,11 @@ class ModelEngine(Generic[TermsT]):
         return state
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Takes what `state_dict` gave and a checkpoint filled."""
+        """Takes what `state_dict` gave and a checkpoint filled. Raises UserError for adapters of another model."""
         if self._settings is None:
             return
+        if state.get("base", "") != self._base:
+            raise UserError("the checkpoint's LoRA adapters belong to a model other than the one that was loaded")
         drop_gathered(self._network)
         set_model_state_dict(self._model, state["model"], options=StateDictOptions(strict=not self._frozen()))
         set_optimizer_state_dict(self._model, self._optimizer, state["optimizer"])
