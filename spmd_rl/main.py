@@ -30,7 +30,7 @@ from spmd_rl.config.load import load_config, to_yaml  # noqa: E402
 from spmd_rl.config.schema import Config  # noqa: E402
 
 EXIT_USER_ERROR = 2
-_OTHERS_WAIT_S = 5.0
+_OTHERS_WAIT_S = 15.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
