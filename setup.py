@@ -18,6 +18,7 @@ BASE = [
     "omegaconf>=2.4,<2.5",
     "pyyaml>=6,<7",
     "transformers>=5.16.1,<5.20",
+    "huggingface_hub>=1.5,<3",
     "safetensors>=0.6,<1",
     "peft>=0.21,<0.22",
     "datasets>=5,<6",
