@@ -12,16 +12,10 @@ import pytest
 
 from tests.integration.program import MAIN, metrics, samples, start, tiny_config
 from tests.processes import running
-from tests.tiny_model import make_tiny_model
 from tests.world.harness import ROOT, find_mpirun, launch_command
 
 SAME = ("loss/policy", "grad_norm", "reward/mean", "reward/std", "entropy", "lr", "samples", "response/length_mean",
         "tokens/generated", "mismatch/kl", "reward/zero_variance_fraction")  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

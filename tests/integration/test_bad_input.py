@@ -5,12 +5,6 @@ from __future__ import annotations
 import pytest
 
 from tests.integration.program import start, tiny_config
-from tests.tiny_model import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def refusal(config, *overrides, ranks=1) -> str:

@@ -7,7 +7,6 @@ from collections import Counter
 import pytest
 
 from tests.integration.program import metrics, samples, start, start_each, tiny_config
-from tests.tiny_model import make_tiny_model
 
 # About half of the groups have equal rewards, by a rule of the prompt that no weights change.
 REWARDS = """
@@ -24,11 +23,6 @@ def hash_of(text):
 """
 DYNAMIC = {"dynamic_sampling": True, "loss": "decoupled_ppo", "dynamic_sampling_tries": 6}
 SIZES = {"prompts_per_step": 4, "samples_per_prompt": 3, "steps": 4, "updates_per_step": 2}
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def config_in(folder, model, reward="rare", algorithm=(), **train):

@@ -7,7 +7,6 @@ import os
 import pytest
 
 from tests.integration.program import metrics, samples, start, tiny_config
-from tests.tiny_model import make_tiny_model
 
 GRAPHS = """
 from dataclasses import replace
@@ -45,11 +44,6 @@ def no_reward_engine(config, world_size):
     standard = grpo.graph(config, world_size)
     return replace(standard, engines=tuple(e for e in standard.engines if e.name != "reward"))
 """
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(autouse=True)

@@ -11,18 +11,12 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from tests.integration.program import metrics, samples, start, tiny_config
-from tests.tiny_model import make_tiny_model
 
 PPO = {"graph": "spmd_rl.recipes.ppo:graph"}
 NAMES = (
     "loss/policy", "loss/value", "value/mean", "value/explained_variance", "grad_norm", "critic/grad_norm",
     "reward/mean", "entropy", "ratio/max",
 )  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 def ppo_config(folder: Path, model: Path, algorithm=(), critic=()) -> Path:

@@ -14,13 +14,7 @@ import pytest
 
 from tests.integration.program import MAIN, metrics, samples, start, tiny_config
 from tests.processes import running
-from tests.tiny_model import make_tiny_model
 from tests.world.harness import ROOT, launch_command
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

@@ -7,12 +7,6 @@ import json
 import pytest
 
 from tests.integration.program import metrics, samples, start, tiny_config
-from tests.tiny_model import make_tiny_model
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    return make_tiny_model(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture(scope="module")

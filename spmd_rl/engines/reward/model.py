@@ -17,8 +17,8 @@ from spmd_rl.data.loader import EVAL_EPOCH
 from spmd_rl.data.prompts import messages_of
 from spmd_rl.data.sources import prompt_column_of
 from spmd_rl.engines.protocol import Terms
-from spmd_rl.engines.train.engine import ModelEngine, compute_dtype
 from spmd_rl.engines.train.model import load_config, load_tokenizer
+from spmd_rl.engines.train.model_engine import ModelEngine, compute_dtype
 from spmd_rl.engines.train.value_model import is_scorer, load_value_model
 
 KEY = "reward_model.path"
