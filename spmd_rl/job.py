@@ -54,12 +54,8 @@ def run(config: Config) -> int:
                 check_contract(declared)
                 check_world(config, world.size)
                 graph = resolve(declared, world.size)
-            with ExitStack() as opened:
-                try:
-                    Job(config, world, graph, watch, stop, opened).run()
-                except BaseException as error:
-                    watch.fail(error)  # at once: closing the engines may take long, and the others wait
-                    raise
+            with ExitStack() as opened, watch.announcing():
+                Job(config, world, graph, watch, stop, opened).run()
         shutdown(world)
     return 0
 

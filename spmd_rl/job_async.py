@@ -85,15 +85,11 @@ def run_async(config: Config) -> int:
             with watch.stage("start", 0):
                 plans = make_plan(made.train).digest + make_plan(made.rollout).digest
                 agree(job, "the configuration or the plan", to_yaml(config).encode() + plans)
-            with ExitStack() as opened:
-                try:
-                    if mine.role == TRAIN:
-                        TrainerJob(config, job, mine, made, watch, stop, opened).run()
-                    else:
-                        Replica(config, job, mine, made, watch, opened).run()
-                except BaseException as error:
-                    watch.fail(error)  # at once: closing the engines may take long, and the others wait
-                    raise
+            with ExitStack() as opened, watch.announcing():
+                if mine.role == TRAIN:
+                    TrainerJob(config, job, mine, made, watch, stop, opened).run()
+                else:
+                    Replica(config, job, mine, made, watch, opened).run()
         shutdown(job)
     return 0
 

@@ -120,6 +120,15 @@ class Liveness:
         self._failed_at = time.monotonic()
         self._wake()
 
+    @contextlib.contextmanager
+    def announcing(self) -> Iterator[None]:
+        """`fail` as soon as an exception leaves the block: what is closed after it may take long, and others wait."""
+        try:
+            yield
+        except BaseException as error:
+            self.fail(error)
+            raise
+
     def __enter__(self) -> Liveness:
         return self
 
