@@ -1,7 +1,7 @@
 """The main job end to end: our program and TRL's `GRPOTrainer` on the same model, prompts, group size, lengths,
 precision and cores, with natural end of text and with forced length.
 
-    perf/trl_env.sh && .venv/bin/python perf/end_to_end.py --check
+    perf/peer_env.sh trl && .venv/bin/python perf/end_to_end.py --check
 
 Both run as the launchers start them, `--ranks` processes of `--threads` threads, by turns (ours, TRL, ours, ...); the
 figures are medians over the steps after the warm-up. With `--learn N` both first train for N steps and must gain
@@ -246,7 +246,7 @@ def endless(source: Path, folder: Path) -> Path:
 
 def trl_version() -> str:
     if not (TRL_BIN / "python").exists():
-        sys.exit("end_to_end: .venvs/trl is not there: run perf/trl_env.sh first")
+        sys.exit("end_to_end: .venvs/trl is not there: run perf/peer_env.sh trl first")
     code = "import importlib.metadata; print(importlib.metadata.version('trl'))"
     return subprocess.run([TRL_BIN / "python", "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 

@@ -1,6 +1,6 @@
 """Batch in, Batch out, between data-parallel ranks: metadata, balance, pack, all-to-all, unpack.
 
-    perf/tq_env.sh && .venv/bin/python perf/exchange.py --check
+    perf/peer_env.sh tq && .venv/bin/python perf/exchange.py --check
 
 Beside the bare all-to-all of the same bytes over the same transport, in the same processes by turns; beside
 TransferQueue's put and get of the same samples (simple storage, its own virtual environment); payload per rank for
@@ -91,7 +91,7 @@ def beside_peer(case: str, ours_ms: float) -> dict[str, Any]:
     samples, tokens = CASES[case]
     python = ROOT / ".venvs" / "tq" / "bin" / "python"
     if not python.exists():
-        raise SystemExit("perf/exchange.py: run perf/tq_env.sh first")
+        raise SystemExit("perf/exchange.py: run perf/peer_env.sh tq first")
     command = [str(python), str(ROOT / "perf" / "exchange_peer.py"), str(samples), str(tokens), "5"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=900)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -1,6 +1,6 @@
 """TransferQueue's side of perf/exchange.py: put and get of the same samples through its simple storage.
 
-Runs in .venvs/tq (perf/tq_env.sh). Prints one line of JSON: seconds of each put and of each get.
+Runs in .venvs/tq (perf/peer_env.sh tq). Prints one line of JSON: seconds of each put and of each get.
 """
 
 from __future__ import annotations

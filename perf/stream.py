@@ -1,6 +1,6 @@
 """The stream between a rollout replica and a trainer, as two real processes: groups per second, whatever is waiting.
 
-    perf/tq_env.sh && .venv/bin/python perf/stream.py --check
+    perf/peer_env.sh tq && .venv/bin/python perf/stream.py --check
 
 Groups of one sample and one number go through the whole path but for engines: message, frame, line, store, descriptor,
 ledger, tick, claim, and the room back to the replica. Then how long a put takes while a consumer waits, and until that
@@ -88,7 +88,7 @@ def delay(transport: str) -> dict[str, Any]:
 def peer(backlogs: list[int]) -> dict[str, Any]:
     python = ROOT / ".venvs" / "tq" / "bin" / "python"
     if not python.exists():
-        raise SystemExit("perf/stream.py: run perf/tq_env.sh first, or give --without-peer")
+        raise SystemExit("perf/stream.py: run perf/peer_env.sh tq first, or give --without-peer")
     command = [str(python), str(ROOT / "perf" / "stream_peer.py"), *map(str, backlogs)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     found = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]

@@ -1,5 +1,5 @@
 """TransferQueue's side of perf/stream.py: requests for one row's metadata with many rows waiting; a put while somebody
-waits. Runs in .venvs/tq (perf/tq_env.sh). Prints one line of JSON."""
+waits. Runs in .venvs/tq (perf/peer_env.sh tq). Prints one line of JSON."""
 
 from __future__ import annotations
 
