@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import time
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-import torch.distributed as dist
 
 from spmd_rl.comm.liveness import Liveness
 from spmd_rl.comm.roles import group_of
@@ -28,7 +25,7 @@ from spmd_rl.job_async import Cast, Start, meet, share
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.spans import Spans
 from spmd_rl.observe.timeline import rank_file
-from spmd_rl.recipes.evaluate import evaluate
+from spmd_rl.recipes.evaluate import answers
 from spmd_rl.weights.receive import Receiver
 
 _STRETCH_S = 1.0  # of one kind of work, between two words to the failure detection
@@ -91,10 +88,6 @@ class Replica:
         self.number = next(number for number, ranks in enumerate(replicas) if self.job.rank in ranks)
         self._group = group_of(self.world, replicas, self.config.comm.stage_timeout_s)
         self._is_head = self.job.rank == replicas[self.number][0]
-        self._heads = self.world.control
-        if len(replicas[0]) > 1:
-            heads = [self.cast.roles.rollout.index(ranks[0]) for ranks in replicas]
-            self._heads = dist.new_group(heads, timeout=timedelta(seconds=self.world.timeout_s), backend="gloo")
         self.lead = self.engines["rollout"] = Lead(engine, self._group)
 
     def run(self) -> None:
@@ -237,7 +230,7 @@ class Replica:
             self._evaluate(version)
 
     def _evaluate(self, version: int) -> None:
-        """With the weights of `version`, which the trainers wait for; what is being drawn is finished before.
+        """Answer, with the weights of `version`; the trainers wait for it. What is being drawn is finished before.
 
         Where responses may be of several versions anyway, they are interrupted instead. (Not those with stop strings,
         which not every engine can go on with.)
@@ -254,9 +247,8 @@ class Replica:
             self.version = self.lead.swap(self.receiver)
             layout = self.cast.rollout.placements["rollout"].layout
             slot, replica = divmod(layout.ranks.index(self.world.rank), layout.replicas)
-            heads = replace(self.world, control=self._heads)  # who has something to evaluate
-            context = Context(self.config, heads, self.engines, version, Metrics(), slot, layout.slots, replica)
-            self.producer.tell(evaluate(context))
+            context = Context(self.config, self.world, self.engines, version, Metrics(), slot, layout.slots, replica)
+            self.producer.tell(answers(context))
             if interrupts:
                 self.desk.resume()
 

@@ -24,7 +24,7 @@ from spmd_rl.graph.stage import rank_spans
 from spmd_rl.job import Job
 from spmd_rl.job_async import Cast, meet, share
 from spmd_rl.observe.metrics import Metrics
-from spmd_rl.recipes.evaluate import RECORDED
+from spmd_rl.recipes.evaluate import RECORDED, results
 from spmd_rl.weights.publish import Publisher
 
 
@@ -116,8 +116,7 @@ class TrainerJob(Job):
             if portion is None:
                 break
             self.source.claimed = portion.batch
-            samples, more = self.runner.step(step, RECORDED, portion.last)
-            metrics.merge(more)
+            samples, _ = self.runner.step(step, RECORDED, portion.last, metrics)
             kept.append(samples)
         self.source.claimed = Batch.empty()
         self.source.frontier = self.consumer.acknowledge()
@@ -134,18 +133,19 @@ class TrainerJob(Job):
         return self.done >= self._start.rounds.count
 
     def _evaluate(self) -> None:
-        """The replicas do it, with the weights of now; the trainers wait for them."""
+        """The replicas answer, with the weights of now; the trainers wait for them and judge."""
         if not self.config.data.eval:
             return
         with self.stage("evaluate", self.done):
             own = [r for r in range(len(self._cast.replicas)) if self._cast.home(r) == self.world.rank]
             for replica in own:
                 self.consumer.tell(replica, ("evaluate", self.done))
-            results, records = [], []
-            for replica in own:
-                results, more = self.consumer.await_note(replica)
-                records += more
-            self.recorder.evaluation(self.done, results, records)
+            come = [self.consumer.await_note(replica) for replica in own]
+            answered = {
+                source.name: Batch.concat([part[source.name] for part in come if len(part[source.name])])
+                for source in self.config.data.eval
+            }
+            self.recorder.evaluation(self.done, *results(self._context("actor"), answered))
 
     def _end(self) -> None:
         with self.stage("end", self.done):

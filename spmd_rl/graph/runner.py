@@ -42,14 +42,16 @@ class Runner:
         self._coordinator = coordinator
         self._watch = watch
 
-    def step(self, step: int, keep: tuple[str, ...] = (), last: bool = True) -> tuple[Batch, Metrics]:
+    def step(
+        self, step: int, keep: tuple[str, ...] = (), last: bool = True, metrics: Metrics | None = None
+    ) -> tuple[Batch, Metrics]:
         """Run one step: the columns `keep` of the samples that this rank counts as its own, and its metrics.
 
-        last: false for a portion of a step of which more comes.
+        last: false for a portion of a step of which more comes; metrics: those of the step so far, to be added to.
 
         There are no samples where those columns never sit together, and on a rank that repeats another's samples.
         """
-        metrics = Metrics()
+        metrics = Metrics() if metrics is None else metrics
         store = _Store()
         pending: dict[StartExchange, Pending] = {}
         for op in self._plan.slice(self._world.rank, step):

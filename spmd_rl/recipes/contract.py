@@ -42,8 +42,6 @@ def check_async(config: Config) -> None:
         )
     if algorithm.dynamic_sampling:
         raise UserError("algorithm.dynamic_sampling fills whole steps in rounds: not there yet with mode=async")
-    if algorithm.kl_target:
-        raise UserError("algorithm.kl_target moves the coefficient after whole steps: not there yet with mode=async")
     if algorithm.kl_coef and algorithm.kl_in == "reward" and by_group:
         raise UserError(
             "algorithm.kl_in=reward needs the trainers before the advantage: with mode=async set stream.train_on=step, "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from math import isnan
 
 from spmd_rl.config.schema import Config
@@ -11,7 +12,7 @@ from spmd_rl.graph.stage import Context
 from spmd_rl.observe.evaluation import EvalResult, Outcome, gather_outcomes, summarize
 from spmd_rl.observe.samples import SampleRecord
 from spmd_rl.recipes.reward_model import judge
-from spmd_rl.recipes.stages import draw, part_names
+from spmd_rl.recipes.stages import draw, part_names, score, scored_columns
 
 RECORDED = ("prompt", "row", "response", "reward", "reward_parts", "finish")  # what a sample record is made from
 
@@ -21,12 +22,27 @@ def evaluate(context: Context) -> tuple[list[EvalResult], list[SampleRecord]]:
 
     Collective: every replica takes its part of the prompts, and one small all-gather brings the outcomes together.
     """
+    return results(context, answers(context))
+
+
+def answers(context: Context) -> dict[str, Batch]:
+    """This slot's part of the held-out prompts by source, answered and scored by the reward functions."""
+    made = {}
+    for source, batch in context.engines["loader"].eval_batches(context.slot, context.slots).items():
+        drawn = batch.with_columns(draw(context, batch, purpose="eval"))
+        scores = score(context, drawn).result(context.config.comm.stage_timeout_s)
+        made[source] = drawn.with_columns(scored_columns(scores))
+    return made
+
+
+def results(context: Context, answered: Mapping[str, Batch]) -> tuple[list[EvalResult], list[SampleRecord]]:
+    """What the answers of all ranks amount to, and this rank's as records. Collective; sources in one order."""
     config = context.config
     outcomes: list[Outcome] = []
     records: list[SampleRecord] = []
-    for source, batch in context.engines["loader"].eval_batches(context.slot, context.slots).items():
-        done = judge(context, batch.with_columns(draw(context, batch, purpose="eval")))
-        if context.replica == 0:
+    for source, batch in answered.items():
+        done = judge(context, batch)
+        if context.replica == 0 and len(done):
             outcomes += _outcomes(config, source, done)
             records += sample_records(context, done, evaluation=True)
     return summarize(gather_outcomes(outcomes, context.world.control), config.eval.pass_at), records

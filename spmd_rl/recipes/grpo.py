@@ -35,6 +35,6 @@ def graph(config: Config, world_size: int) -> Graph:
         Stage("advantage", stages.advantage, judged, ("advantage", "loss_mask"), placement=places.judges),
         *known,
         Stage("update", stages.update, consumes=trained, placement=places.trainers),
-        *parts.afterwards(config, "update"),
+        *parts.afterwards(config, places, "update"),
     ]
     return Graph(parts.spread(made, places), tuple(parts.engines(config, places)))

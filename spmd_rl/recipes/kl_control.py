@@ -37,7 +37,9 @@ def coefficient(context: BuildContext) -> KLCoefficient:
 
 def steer(context: Context, _: Batch) -> None:
     """After the step's updates: `kl/coef` is what they used; the next step uses one nearer to the target. Collective
-    over the world."""
+    over the world, with the last samples of the step."""
+    if not context.last:
+        return
     keeper: KLCoefficient = context.engines[ENGINE]
     context.metrics.set("kl/coef", keeper.value.coef)
     measured = context.metrics.average("kl/ref", context.world.control)

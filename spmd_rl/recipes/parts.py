@@ -20,7 +20,7 @@ SCORED = ("prompt", "response")
 class Places:
     """Where samples are drawn, and where models are trained: on all ranks in turns, or (mode async) each on its own.
 
-    judges: where groups are compared. A step that comes to the trainers as a whole can be judged as a whole there.
+    judges: where groups are compared: at the trainers, if a step comes to them as a whole or rewards are made there.
     """
 
     replicas: Placement
@@ -37,7 +37,8 @@ class Places:
             Placement(roles.rollout if roles else None, axes),
             Placement(roles.train if roles else None),
         )
-        return cls(replicas, trainers, trainers if roles and config.stream.train_on == "step" else replicas)
+        at_trainers = config.stream.train_on == "step" or bool(config.reward_model.path)
+        return cls(replicas, trainers, trainers if roles and at_trainers else replicas)
 
 
 def engines(config: Config, places: Places) -> list[EngineSpec]:
@@ -59,7 +60,7 @@ def engines(config: Config, places: Places) -> list[EngineSpec]:
     if config.reward_model.path:
         made.append(EngineSpec("reward_model", build.reward_model, places.trainers))
     if algorithm.kl_target > 0:
-        made.append(EngineSpec(kl_control.ENGINE, kl_control.coefficient))
+        made.append(EngineSpec(kl_control.ENGINE, kl_control.coefficient, places.trainers))
     return made
 
 
@@ -102,13 +103,13 @@ def produced(made: Sequence[Stage]) -> tuple[str, ...]:
     return tuple(column for stage in made for column in stage.produces)
 
 
-def afterwards(config: Config, update: str) -> list[Stage]:
+def afterwards(config: Config, places: Places, update: str) -> list[Stage]:
     """What follows the policy's stage `update`. In mode async the job itself brings the weights to the replicas."""
     made = []
     if config.mode == "sync":
         made.append(Stage("sync", stages.sync, after=(update,)))
     if config.algorithm.kl_target > 0:
-        made.append(Stage("kl_control", kl_control.steer, after=(update,)))
+        made.append(Stage("kl_control", kl_control.steer, after=(update,), placement=places.trainers))
     return made
 
 

@@ -32,7 +32,7 @@ def graph(config: Config, world_size: int) -> Graph:
         Stage("advantage", critic.advantage, judged, ("advantage", "return", "loss_mask"), placement=trainers),
         Stage("update_critic", critic.update_critic, (*trained, "value", "return"), placement=trainers),
         Stage("update_actor", critic.update_actor, actor, placement=trainers),
-        *parts.afterwards(config, "update_actor"),
+        *parts.afterwards(config, places, "update_actor"),
     ]
     engines = (*parts.engines(config, places), EngineSpec("critic", build.critic, trainers))
     return Graph(parts.spread(made, places), engines)

@@ -12,20 +12,22 @@ from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch, Column
 from spmd_rl.graph.stage import Context, Placement, Stage
-from spmd_rl.recipes.stages import report_rewards, score, scored_columns
+from spmd_rl.recipes.stages import report_rewards
 
 
 def judgement(config: Config, functions: Stage, trainers: Placement) -> list[Stage]:
-    """The stage of the reward functions, the reward model beside it, and their sum where the functions' samples are."""
-    if config.mode == "async" or config.algorithm.dynamic_sampling:
-        what = "mode=async" if config.mode == "async" else "algorithm.dynamic_sampling=true"
-        raise UserError(f"reward_model.path is not there yet with {what}, which rewards where it draws: leave one out")
+    """The stage of the reward functions, the reward model beside it, and their sum: where the functions' samples are,
+    or with mode=async at the trainers, where the model is."""
+    if config.algorithm.dynamic_sampling:
+        raise UserError(
+            "reward_model.path is not there yet with algorithm.dynamic_sampling=true, which rewards where it draws: "
+            "leave one out"
+        )
+    at = trainers if config.mode == "async" else functions.placement
     return [
         functions,
         Stage("reward_model", model_score, ("prompt", "response", "row"), ("model_score",), placement=trainers),
-        Stage(
-            "mix", mix, (*functions.produces, "model_score"), ("reward", "reward_parts"), placement=functions.placement
-        ),
+        Stage("mix", mix, (*functions.produces, "model_score"), ("reward", "reward_parts"), placement=at),
     ]
 
 
@@ -42,12 +44,14 @@ def mix(context: Context, batch: Batch) -> Mapping[str, Column]:
 
 
 def judge(context: Context, batch: Batch) -> Batch:
-    """`batch` with `reward` and `reward_parts`, for an evaluation. Collective over the ranks of the reward model."""
-    made = scored_columns(score(context, batch).result(context.config.comm.stage_timeout_s))
-    if context.config.reward_model.path:
-        score_S = context.engines["reward_model"].score(batch)
-        made = _mixed(context.config, batch, made["reward"], made["reward_parts"], score_S)
-    return batch.with_columns(made)
+    """`batch`, which has the functions' `reward` and `reward_parts`, with the model's in them, for an evaluation.
+    Collective over the ranks of the reward model, where there is one."""
+    if not context.config.reward_model.path:
+        return batch
+    score_S = context.engines["reward_model"].score(batch)
+    if not len(batch):
+        return batch
+    return batch.with_columns(_mixed(context.config, batch, batch["reward"], batch["reward_parts"], score_S))
 
 
 def _mixed(config: Config, batch: Batch, reward: Column, parts: Column, score_S: Tensor) -> dict[str, Column]:
