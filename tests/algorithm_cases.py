@@ -53,3 +53,11 @@ def expectation(probs_A: Tensor, draws: int, value: Callable[[tuple[int, ...]], 
 
 def gradient(value: Tensor, of: Tensor) -> Tensor:
     return torch.autograd.grad(value, of)[0]
+
+
+def as_good_as_the_best(reward_S: Tensor, group_S: Tensor) -> Tensor:
+    """float [S]: the reward of a greedy response (for ReMax) that is worth as much as the best sample of its group."""
+    found_S = reward_S.clone()
+    for group in group_S.unique():
+        found_S[group_S == group] = reward_S[group_S == group].nan_to_num(nan=-torch.inf).max()
+    return found_S.nan_to_num(neginf=0.0)

@@ -27,6 +27,7 @@ ADVANTAGES = (
     "opo",
     "passk",
     "cpgd",
+    "remax",
 )
 # Their statistics are those of the whole batch: `total` is called, on every rank, also by one without samples.
 OVER_THE_BATCH = ("reinforce_pp", "reinforce_pp_baseline", "cpgd")
@@ -40,6 +41,7 @@ def compute_advantages(
     *,
     max_tokens: int,
     kl_S: Tensor | None = None,
+    greedy_S: Tensor | None = None,
     total: Callable[[Tensor], Tensor] = lambda sums: sums,
     metrics: Metrics | None = None,
 ) -> Tensor:
@@ -47,11 +49,12 @@ def compute_advantages(
 
     reward_S: float [S], the task's reward; group_S: int64 [S], dense (`Batch.groups()`), groups complete;
     lengths_S: int64 [S], tokens of each response; max_tokens: the longest response that rollout allows;
-    kl_S: float [S], the summed k1 of each response, needed where `kl_in` is `reward`; total: the sum of a float64
-    tensor over all ranks (identity: one rank alone); metrics: gets `reward/zero_variance_fraction`, of the task's
-    reward, before any shaping.
+    kl_S: float [S], the summed k1 of each response, needed where `kl_in` is `reward`; greedy_S: float [S], the reward
+    of the greedy response to the same prompt, shaped as `shaped_reward` does, needed by remax; total: the sum of a
+    float64 tensor over all ranks (identity: one rank alone); metrics: gets `reward/zero_variance_fraction`, of the
+    task's reward, before any shaping.
 
-    Raises ValueError for an infinite reward, an unknown name, and where kl_S is needed and missing.
+    Raises ValueError for an infinite reward, an unknown name, and where kl_S or greedy_S is needed and missing.
     """
     if metrics is not None:
         flat, present = by_group.group_counts(reward_S, group_S).unbind()
@@ -61,6 +64,10 @@ def compute_advantages(
         if kl_S is None:
             raise ValueError("algorithm.kl_in=reward needs the KL of every response")
         shaped_S = kl_penalized(shaped_S, kl_S, algorithm.kl_coef)
+    if algorithm.advantage == "remax":
+        if greedy_S is None:
+            raise ValueError("algorithm.advantage=remax needs the reward of a greedy response to every prompt")
+        return by_group.remax(shaped_S, greedy_S).float()
     return _estimate(algorithm, shaped_S, group_S, lengths_S, total).float()
 
 

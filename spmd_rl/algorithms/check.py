@@ -75,10 +75,6 @@ def _names(algorithm: AlgorithmConfig, critic: bool) -> None:
             "algorithm.advantage='gae' needs a critic, which this graph has not: choose grpo or rloo, or the graph "
             "that has one, run.graph=spmd_rl.recipes.ppo:graph"
         )
-    if algorithm.advantage == "remax":
-        raise UserError(
-            "algorithm.advantage='remax' needs the reward of a greedy response, which this graph has not: choose rloo"
-        )
     if algorithm.kl_estimator == "k1":
         raise UserError(
             "algorithm.kl_estimator='k1': as a loss its gradient averages to 0; choose k2, or algorithm.kl_in=reward, "
@@ -126,10 +122,10 @@ def _ranges(algorithm: AlgorithmConfig) -> None:
 
 
 def _advantage(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
-    if train.samples_per_prompt == 1 and algorithm.advantage not in ("reinforce_pp", "gae"):
+    if train.samples_per_prompt == 1 and algorithm.advantage not in ("reinforce_pp", "gae", "remax"):
         raise UserError(
             f"algorithm.advantage={algorithm.advantage} compares the samples of a prompt, but "
-            "train.samples_per_prompt=1: set it to 2 or more, or choose algorithm.advantage=reinforce_pp"
+            "train.samples_per_prompt=1: set it to 2 or more, or choose algorithm.advantage=reinforce_pp or remax"
         )
     if algorithm.advantage == "passk" and not 2 <= algorithm.pass_k <= train.samples_per_prompt:
         raise UserError(
@@ -167,6 +163,11 @@ def _loss(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
 
 
 def _dynamic_sampling(algorithm: AlgorithmConfig, train: TrainConfig) -> None:
+    if algorithm.advantage == "remax":
+        raise UserError(
+            "algorithm.dynamic_sampling keeps groups whose rewards differ from each other, but algorithm.advantage="
+            "remax compares each with the greedy response's: set dynamic_sampling=false, or choose rloo"
+        )
     if train.samples_per_prompt == 1:
         raise UserError(
             "algorithm.dynamic_sampling keeps groups whose rewards differ, but train.samples_per_prompt=1: set it to 2 "

@@ -109,7 +109,11 @@ def remax(reward_S: Tensor, greedy_reward_S: Tensor) -> Tensor:
     """float64 [S]: reward - reward of the greedy response to the same prompt. ReMax, arXiv:2310.10505.
 
     greedy_reward_S: float [S], already repeated over the prompt's samples. A sample with NaN in either is excluded.
+    A group whose rewards are all equal teaches, too, where the greedy response's is another. Raises ValueError for an
+    infinite reward.
     """
+    if bool(reward_S.isinf().any()) or bool(greedy_reward_S.isinf().any()):
+        raise ValueError("infinite reward of a sample, or of the greedy response to its prompt")
     return (reward_S.double() - greedy_reward_S.double()).nan_to_num(nan=0.0)
 
 

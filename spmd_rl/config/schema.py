@@ -111,6 +111,7 @@ class RewardModelConfig:
 class AlgorithmConfig:
     advantage: str = "grpo"  # grpo | grpo_no_std | grpo_leave_one_out | dr_grpo (with aggregation=constant) | rloo |
     #   reinforce_pp | reinforce_pp_baseline | opo | passk | cpgd (formulas: algorithms/group_advantages.py) |
+    #   remax (one greedy response more per prompt is drawn, as the baseline) |
     #   gae (with the critic of run.graph=spmd_rl.recipes.ppo:graph; formulas: algorithms/gae.py)
     gae_gamma: float = 1.0  # gae: discount per token
     gae_lambda: float = 0.95  # gae: 1 trusts the rewards alone, 0 the critic's next value

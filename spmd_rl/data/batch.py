@@ -16,6 +16,9 @@ Columns of the standard recipes (S samples, R response tokens of one sample, P p
 | `versions`        | int64   | runs   | [2] each: a version, and how many tokens in a row it drew      |
 | `reward`          | float32 | 1      | weighted total; NaN where excluded                             |
 | `reward_parts`    | float32 | F      | one value per reward function                                  |
+| `greedy_response` | int32   | G      | token ids of the greedy response to the same prompt (ReMax)    |
+| `greedy_logprob`  | float32 | G      | of it, under the rollout engine                                |
+| `greedy_reward`   | float32 | 1      | of it, with what is added for its length; NaN where excluded   |
 | `advantage`       | float32 | R      | per token                                                      |
 | `old_logprob`     | float32 | R      | under the policy at the start of the round                     |
 | `ref_logprob`     | float32 | R      | under the reference model                                      |

@@ -3,7 +3,8 @@
 prompts -> rollout -> reward -> advantage -> update -> sync
                   \\-> old_logprob, ref_logprob -/        (where the settings need them)
 
-With dynamic sampling the first three are one stage, `experience`, which goes through them in rounds.
+With dynamic sampling the first three are one stage, `experience`, which goes through them in rounds. ReMax has a stage
+`greedy_reward` beside `reward`.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ def graph(config: Config, world_size: int) -> Graph:
         check_async(config)
     known = parts.logprobs(config, places)
     taxed = parts.produced(known) if parts.kl_in_reward(config) else ()
-    judged = ("response", "reward", "finish", "rollout_logprob", *taxed)
+    baseline = ("greedy_reward",) if parts.compares_with_greedy(config) else ()
+    judged = ("response", "reward", "finish", "rollout_logprob", *baseline, *taxed)
     trained = (*parts.SCORED, "turn", "rollout_logprob", "advantage", "loss_mask", *parts.produced(known))
     made = [
         *parts.generation(config, places),

@@ -11,7 +11,7 @@ from spmd_rl.data.balance import Balance
 from spmd_rl.engines.rollout.sampling import check_model, model_tokens
 from spmd_rl.graph.roles import roles_of
 from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage, StageFunction
-from spmd_rl.recipes import build, dynamic, kl_control, reward_model, stages
+from spmd_rl.recipes import build, dynamic, kl_control, remax, reward_model, stages
 
 SCORED = ("prompt", "response")
 
@@ -75,14 +75,22 @@ def generation(config: Config, places: Places) -> list[Stage]:
     scoring = reward_model.judgement(config, reward, places.trainers) if with_model else [reward]
     if config.algorithm.dynamic_sampling:
         return [Stage("experience", dynamic.experience, produces=(*first, *drawn, *judged), placement=at)]
-    draw: StageFunction = stages.rollout
+    with_greedy = compares_with_greedy(config)
+    draw: StageFunction = remax.rollout if with_greedy else stages.rollout
     if config.mode == "async":
-        draw, drawn = stages.stream_rollout, (*drawn, "versions")
+        draw, drawn = remax.stream_rollout if with_greedy else stages.stream_rollout, (*drawn, "versions")
+    if with_greedy:
+        drawn = (*drawn, *remax.GREEDY)
+        scoring.append(Stage("greedy_reward", remax.greedy_reward, remax.SCORED, ("greedy_reward",), placement=at))
     return [
         Stage("prompts", stages.prompts, produces=first, placement=at),
         Stage("rollout", draw, consumes=("prompt",), produces=drawn, placement=at),
         *scoring,
     ]
+
+
+def compares_with_greedy(config: Config) -> bool:
+    return config.algorithm.advantage == "remax"
 
 
 def logprobs(config: Config, places: Places) -> list[Stage]:

@@ -39,12 +39,12 @@ def prompts(context: Context, _: Batch) -> Batch:
 
 def rollout(context: Context, batch: Batch) -> Mapping[str, Column]:
     """Draw one response for every sample."""
-    return _counted(context, draw(context, batch, purpose="train"))
+    return counted(context, draw(context, batch, purpose="train"))
 
 
 def stream_rollout(context: Context, batch: Batch) -> PendingRollout:
     """The same for one group among many that the engine draws at once: its columns come later."""
-    return PendingRollout(context, context.engines["desk"].submit(_requests(context, batch, purpose="train")))
+    return PendingRollout(context, context.engines["desk"].submit(requests(context, batch, purpose="train")))
 
 
 @dataclass
@@ -61,14 +61,14 @@ class PendingRollout:
         done = self.slip.result()
         runs = [torch.tensor(c.versions, dtype=torch.int64).reshape(-1, 2) for c in done]
         versions = Column.from_rows(runs) if runs else Column(torch.empty(0, 2, dtype=torch.int64), _no_samples())
-        return {**_counted(self.context, _columns(done)), "versions": versions}
+        return {**counted(self.context, columns_of(done)), "versions": versions}
 
 
 def _no_samples() -> Tensor:
     return torch.empty(0, dtype=torch.int64)
 
 
-def _counted(context: Context, made: dict[str, Column]) -> dict[str, Column]:
+def counted(context: Context, made: dict[str, Column]) -> dict[str, Column]:
     """What was drawn, also in the metrics."""
     tokens = int(made["response"].lengths.sum())
     lengths = made["response"].lengths.double()
@@ -85,11 +85,16 @@ def _counted(context: Context, made: dict[str, Column]) -> dict[str, Column]:
 
 def draw(context: Context, batch: Batch, purpose: str) -> dict[str, Column]:
     """One response per sample of `batch`, as columns; sampled as `purpose` (train or eval) says."""
-    requests = _requests(context, batch, purpose)
-    return _columns(generate(context.engines["rollout"], requests, deadline_s=context.config.comm.stage_timeout_s))
+    return columns_of(complete(context, requests(context, batch, purpose)))
 
 
-def _requests(context: Context, batch: Batch, purpose: str) -> list[Request]:
+def complete(context: Context, asked: Sequence[Request]) -> list[Completion]:
+    """One completion per request, in their order."""
+    return generate(context.engines["rollout"], asked, deadline_s=context.config.comm.stage_timeout_s)
+
+
+def requests(context: Context, batch: Batch, purpose: str) -> list[Request]:
+    """One per sample of `batch`, drawn as `purpose` says (`sampling_from`)."""
     sampling = sampling_from(context.config, purpose)
     return [
         Request(
@@ -102,7 +107,8 @@ def _requests(context: Context, batch: Batch, purpose: str) -> list[Request]:
     ]
 
 
-def _columns(done: Sequence[Completion]) -> dict[str, Column]:
+def columns_of(done: Sequence[Completion]) -> dict[str, Column]:
+    """`response`, `rollout_logprob`, `finish` and `version`."""
     return {
         "response": Column.from_rows([torch.tensor(c.tokens, dtype=torch.int32) for c in done], torch.int32),
         "rollout_logprob": Column.from_rows([torch.tensor(c.logprobs) for c in done], torch.float32),
@@ -200,7 +206,10 @@ def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
     algorithm = algorithm_now(context)
     lengths_S, offsets = batch["response"].lengths, batch["response"].offsets
     reward_S = valid_rewards(context, batch)
-    kl_S = None
+    kl_S = greedy_S = None
+    if "greedy_reward" in batch:  # without its baseline, a sample teaches nothing
+        greedy_S = batch["greedy_reward"].as_scalars()
+        reward_S = exclude(reward_S, greedy_S.isnan())
     if algorithm.kl_coef and algorithm.kl_in == "reward":
         kl_S = segment_sum(batch["old_logprob"].values - batch["ref_logprob"].values, offsets)
     advantage_S = compute_advantages(
@@ -210,6 +219,7 @@ def advantage(context: Context, batch: Batch) -> Mapping[str, Column]:
         lengths_S,
         max_tokens=context.config.rollout.max_tokens,
         kl_S=kl_S,
+        greedy_S=greedy_S,
         total=lambda sums: sum_over_slots(context, sums),
         metrics=context.metrics if context.replica == 0 else None,
     )

@@ -78,7 +78,7 @@ def test_no_two_recipes_take_the_same_first_gradient(runs: dict[str, Path]) -> N
         assert above > norm * (1 + 1e-5), (name, other)
 
 
-ON_POLICY = ("rloo", "opo", "passk")  # one update per step
+ON_POLICY = ("rloo", "opo", "passk", "remax")  # one update per step
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -101,7 +101,7 @@ def test_bounds_are_those_of_the_recipe(runs: dict[str, Path]) -> None:
 
 def test_kl_in_the_reward_loads_a_reference(runs: dict[str, Path]) -> None:
     for name in NAMES:
-        assert ("kl/ref" in first(runs, name)) == (name in ("rloo", "reinforce_pp", "ppo")), name
+        assert ("kl/ref" in first(runs, name)) == (name in ("rloo", "reinforce_pp", "remax", "ppo")), name
 
 
 def test_losses_are_of_the_size_that_their_aggregation_gives(runs: dict[str, Path]) -> None:

@@ -16,7 +16,7 @@ from spmd_rl.algorithms.shaping import kl_penalized, overlong_tokens, soft_overl
 from spmd_rl.algorithms.whiten import local_sums, whiten
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.observe.metrics import Metrics
-from tests.algorithm_cases import expectation, gradient
+from tests.algorithm_cases import as_good_as_the_best, expectation, gradient
 
 NAN = float("nan")
 
@@ -28,9 +28,9 @@ def config(name: str, **keys: object) -> AlgorithmConfig:
 
 def advantages(name: str, rewards: list[float], groups: list[int], lengths: list[int] | None = None) -> list[float]:
     lengths_S = torch.tensor(lengths if lengths is not None else [1] * len(rewards))
-    return compute_advantages(
-        config(name), torch.tensor(rewards), torch.tensor(groups, dtype=torch.int64), lengths_S, max_tokens=16
-    ).tolist()
+    reward_S, group_S = torch.tensor(rewards), torch.tensor(groups, dtype=torch.int64)
+    greedy_S = as_good_as_the_best(reward_S, group_S)
+    return compute_advantages(config(name), reward_S, group_S, lengths_S, max_tokens=16, greedy_S=greedy_S).tolist()
 
 
 # Rewards 1, 2, 6 of lengths 1, 1, 2: mean 3, sum of squared deviations 4 + 1 + 9 = 14, std sqrt(7).
@@ -48,6 +48,7 @@ BY_HAND: dict[str, list[float]] = {
     # k = 2: twice the mean over the two others of max(pair) - other. For 2: (2 - 1 + 6 - 6) / 2; for 6: (5 + 4) / 2.
     "passk": [0.0, 1.0, 9.0],
     "cpgd": [-2.0, -1.0, 3.0],  # all groups have variance: weight 1
+    "remax": [-5.0, -4.0, 0.0],  # the greedy response has the best one's reward
 }
 
 
@@ -100,7 +101,7 @@ def test_infinite_rewards_and_wrong_shapes_are_refused() -> None:
     with pytest.raises(ValueError, match="infinite reward of sample 1"):
         advantages("grpo", [0.0, float("inf")], [0, 0])
     with pytest.raises(ValueError, match="2 rewards, but 1 group"):
-        advantages("grpo", [0.0, 1.0], [0])
+        by_group.grpo(torch.tensor([0.0, 1.0]), torch.tensor([0]))
     with pytest.raises(ValueError, match="there are grpo, "):
         advantages("grpoo", [0.0, 1.0], [0, 0])
 
@@ -231,7 +232,21 @@ def test_remax_is_unbiased() -> None:
     greedy = REWARDS[int(LOGITS.argmax())]
     found = policy_gradient(2, lambda r, g: by_group.remax(r, greedy.expand(len(r))))
     torch.testing.assert_close(found, gradient_of_best(1))
-    assert by_group.remax(torch.tensor([1.0, NAN]), torch.tensor([0.25, 0.0])).tolist() == [0.75, 0.0]
+    assert by_group.remax(torch.tensor([1.0, NAN, 2.0]), torch.tensor([0.25, 0.0, NAN])).tolist() == [0.75, 0.0, 0.0]
+    with pytest.raises(ValueError, match="infinite"):
+        by_group.remax(torch.tensor([1.0]), torch.tensor([torch.inf]))
+
+
+def test_remax_by_hand_through_the_configuration() -> None:
+    """Also where all samples of a prompt are alike: the greedy response's reward says whether they are good."""
+    reward_S, greedy_S = torch.tensor([1.0, 1.0, 0.0, 0.5]), torch.tensor([0.25, 0.25, 0.5, 0.5])
+    group_S, lengths_S = torch.tensor([0, 0, 1, 1]), torch.tensor([2, 1, 3, 8])
+    algorithm = AlgorithmConfig(advantage="remax", kl_coef=0.5, kl_in="reward")
+    kl_S = torch.tensor([0.0, 1.0, 0.0, -1.0])
+    found_S = compute_advantages(algorithm, reward_S, group_S, lengths_S, max_tokens=8, kl_S=kl_S, greedy_S=greedy_S)
+    assert found_S.tolist() == [0.75, 0.25, -0.5, 0.5]
+    with pytest.raises(ValueError, match="reward of a greedy response"):
+        compute_advantages(algorithm, reward_S, group_S, lengths_S, max_tokens=8, kl_S=kl_S)
 
 
 def test_passk_for_the_whole_group_counts_the_lead_of_the_best() -> None:

@@ -21,7 +21,7 @@ from spmd_rl.algorithms.whiten import local_sums, whiten
 from spmd_rl.config.schema import AlgorithmConfig
 from spmd_rl.data.batch import Batch
 from spmd_rl.observe.metrics import Metrics
-from tests.algorithm_cases import make_batch, make_terms
+from tests.algorithm_cases import as_good_as_the_best, make_batch, make_terms
 
 # --- advantages: one response after the other --------------------------------------------------------------------
 
@@ -63,6 +63,8 @@ def one(name: str, response: Response, valid: list[Response], k: int) -> float:
         return reward - sum(r * n for r, n in weighted) / sum(n for _, n in weighted)
     if name == "passk":
         return k * mean(max(*c, reward) - max(c) for c in combinations(others, k - 1))
+    if name == "remax":
+        return reward - max(rewards)  # as_good_as_the_best
     if name == "cpgd":
         return centred * min(3.0, len(groups) / len(differ))
     squares = sum(n * (r - mean(groups[g])) ** 2 for g, r, n in valid)  # reinforce_pp_baseline
@@ -82,9 +84,9 @@ def whitened(value: float, weighted: list[tuple[float, int]]) -> float:
 def test_advantages_equal_a_loop_over_the_responses(name: str, responses: list[Response]) -> None:
     algorithm = AlgorithmConfig(advantage=name, pass_k=2, aggregation="constant")
     groups, rewards, lengths = zip(*responses, strict=True)
-    found = compute_advantages(
-        algorithm, torch.tensor(rewards), torch.tensor(groups), torch.tensor(lengths), max_tokens=8
-    )
+    reward_S, group_S = torch.tensor(rewards), torch.tensor(groups)
+    greedy_S = as_good_as_the_best(reward_S, group_S)
+    found = compute_advantages(algorithm, reward_S, group_S, torch.tensor(lengths), max_tokens=8, greedy_S=greedy_S)
     assert found.tolist() == pytest.approx(by_loop(name, responses), rel=1e-5, abs=1e-6)
 
 

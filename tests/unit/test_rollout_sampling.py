@@ -19,9 +19,10 @@ def test_training_and_evaluation_sample_as_their_sections_say():
     config = Config(rollout=rollout, eval=EvalConfig(temperature=0.0))
     assert sampling_from(config, "train") == Sampling(0.6, 0.9, 20, 32, ("\n",))
     assert sampling_from(config, "eval") == Sampling(0.0, 1.0, 0, 32, ("\n",))
+    assert sampling_from(config, "baseline") == Sampling(0.0, 1.0, 0, 32, ("\n",))
     warm = Config(rollout=rollout, eval=EvalConfig(temperature=1.0))
     assert sampling_from(warm, "eval") == Sampling(1.0, 0.9, 20, 32, ("\n",))
-    with pytest.raises(ValueError, match="train or eval"):
+    with pytest.raises(ValueError, match="one of train, baseline, eval"):
         sampling_from(config, "test")
 
 

@@ -13,14 +13,16 @@ from spmd_rl.engines.protocol import Request, Sampling
 
 
 def sampling_from(config: Config, purpose: str) -> Sampling:
-    """How the responses of `purpose` are drawn: `train` as section `rollout` says, `eval` at `eval.temperature`.
+    """How the responses of `purpose` are drawn: `train` as section `rollout` says, `baseline` as that, but greedily,
+    `eval` at `eval.temperature`.
 
     Greedy decoding (temperature 0) ignores top_p and top_k, in both engines.
     """
-    if purpose not in ("train", "eval"):
-        raise ValueError(f"purpose must be train or eval, not {purpose!r}")
     rollout = config.rollout
-    temperature = rollout.temperature if purpose == "train" else config.eval.temperature
+    temperatures = {"train": rollout.temperature, "baseline": 0.0, "eval": config.eval.temperature}
+    if purpose not in temperatures:
+        raise ValueError(f"purpose must be one of {', '.join(temperatures)}, not {purpose!r}")
+    temperature = temperatures[purpose]
     greedy = temperature == 0
     return Sampling(
         temperature=temperature,
