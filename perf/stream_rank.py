@@ -19,6 +19,7 @@ from spmd_rl.data.stream.frames import Kind, Message
 from spmd_rl.data.stream.ledger import Ledger
 from spmd_rl.data.stream.rounds import Rounds
 from spmd_rl.data.stream.store import Store
+from spmd_rl.data.stream.window import Window
 
 LIMIT_S = 300.0
 BATCH = 256  # groups per step
@@ -63,7 +64,7 @@ def _produce(
 
 def _consume(inlet: Inlet, outlet: Outlet, bell: Bell, schema: Schema, backlog: int, groups: int) -> dict[str, Any]:
     rounds = Rounds(groups + backlog, BATCH, (groups + backlog) // BATCH)
-    ledger, store = Ledger(rounds, rounds.count, in_order=True), Store(["reward"])
+    ledger, store = Ledger(Window(rounds, rounds.count)), Store(["reward"])
 
     def collect() -> None:
         rows = []

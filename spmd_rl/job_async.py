@@ -21,6 +21,7 @@ from spmd_rl.config.load import to_yaml
 from spmd_rl.config.schema import Config
 from spmd_rl.data.stream.admission import Frontier
 from spmd_rl.data.stream.rounds import Rounds
+from spmd_rl.data.stream.window import Window
 from spmd_rl.graph.graph import ResolvedGraph, declare, resolve
 from spmd_rl.graph.plan import make_plan
 from spmd_rl.graph.roles import TRAIN, Halves, Roles, cut, roles_of
@@ -52,7 +53,7 @@ class Cast:
 class Start:
     """What both sides know when training begins. done: steps in the checkpoint that the run goes on from."""
 
-    rounds: Rounds
+    window: Window
     done: int
     frontier: Frontier
 
@@ -110,4 +111,6 @@ def meet(job: World, config: Config, **facts: Any) -> Start:
     """Trainers bring `done` and `frontier`, replicas `epoch_length`."""
     known = share(job, **facts)
     rounds = Rounds(known["epoch_length"], config.train.prompts_per_step, config.train.steps, config.data.epochs)
-    return Start(rounds, known["done"], known["frontier"])
+    stream = config.stream
+    window = Window(rounds, stream.staleness, stream.surplus, waits=stream.on_stale == "wait")
+    return Start(window, known["done"], known["frontier"])

@@ -96,7 +96,7 @@ class Replica:
             return
         with self.watch.stage("meet", 0):
             start = meet(self.job, self.config, epoch_length=self.engines["loader"].epoch_length)
-            self.rounds, self.version = start.rounds, start.done
+            self.rounds, self.version = start.window.rounds, start.done
             if self._is_head:
                 self._open(start)  # before the receiver, as the trainers do: opening a line waits for its other end
             self.receiver = Receiver(
@@ -144,7 +144,7 @@ class Replica:
         config, made, number = self.config, self.cast, self.number
         bell = Bell()
         inlet, outlet = open_ends(config.comm, self.job, made.roles.train[made.home(number)], number, bell)
-        starts = Starts(start.rounds, config.stream.staleness, number, len(made.replicas), start.frontier)
+        starts = Starts(start.window, number, len(made.replicas), start.frontier)
         self.producer = Producer(
             starts,
             int(config.stream.limit_mib * 2**20),

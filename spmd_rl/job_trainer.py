@@ -71,7 +71,8 @@ class TrainerJob(Job):
         return {
             "launch of the trainers": describe(self.world),
             "roles": f"ranks {rank_spans(roles.train)} train, ranks {rank_spans(roles.rollout)} draw",
-            "groups drawn ahead at most": config.train.prompts_per_step * (config.stream.staleness + 1),
+            "groups drawn ahead at most": config.train.prompts_per_step
+            + (config.stream.surplus or config.train.prompts_per_step * config.stream.staleness),
             **derived_sizes(config, len(roles.rollout)),
         }
 
@@ -92,7 +93,7 @@ class TrainerJob(Job):
             self.consumer = Consumer(
                 self.world,
                 transport.open(range(self.world.size)) if self.world.size > 1 else None,
-                Ledger(start.rounds, config.stream.staleness, config.stream.on_stale == "wait", start.frontier),
+                Ledger(start.window, start.frontier),
                 Store(made.halves.columns, self.world.rank),
                 lines,
                 bell,
@@ -130,7 +131,7 @@ class TrainerJob(Job):
             self.publisher.wait(version)
 
     def _exhausted(self) -> bool:
-        return self.done >= self._start.rounds.count
+        return self.done >= self._start.window.rounds.count
 
     def _evaluate(self) -> None:
         """The replicas answer, with the weights of now; the trainers wait for them and judge."""

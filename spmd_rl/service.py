@@ -48,6 +48,7 @@ from spmd_rl.data.stream.loader import stream_loader
 from spmd_rl.data.stream.producer import Producer
 from spmd_rl.data.stream.rounds import Rounds
 from spmd_rl.data.stream.store import Store
+from spmd_rl.data.stream.window import Window
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.weights.publish import Publisher
 from spmd_rl.weights.receive import Loads, Receiver
@@ -205,7 +206,7 @@ class TrainService(_Service):
         self._consumer = Consumer(
             self.world,
             transport.open(range(self.world.size)) if several else None,
-            Ledger(rounds, settings.staleness, True, self._frontier),
+            Ledger(Window(rounds, settings.staleness), self._frontier),
             Store((*settings.columns, "version"), self.world.rank),
             lines,
             self._bell,
@@ -276,7 +277,7 @@ class RolloutService(_Service):
         ends = open_ends(comm, self.job, settings.train[self._home(replica)], replica, self._bell)
         frontier = settings.progress[1]
         self._producer = Producer(
-            Starts(rounds, settings.staleness, replica, len(self._replicas), frontier),
+            Starts(Window(rounds, settings.staleness), replica, len(self._replicas), frontier),
             int(settings.limit_mib * 2**20),
             (*settings.columns, "version"),
             0,

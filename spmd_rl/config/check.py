@@ -33,6 +33,7 @@ def check(config: Config) -> None:
     one_of("comm.transport", config.comm.transport, ("torch", "mpi"))
     if config.stream.keep_cache and config.stream.swap != "in_flight":
         raise UserError(f"stream.keep_cache=true needs stream.swap=in_flight, not {config.stream.swap}")
+    _surplus(config)
     if config.train.updates_per_step > config.train.prompts_per_step:
         raise UserError(
             f"train.updates_per_step={config.train.updates_per_step} is more than "
@@ -67,6 +68,21 @@ def check(config: Config) -> None:
     for label in labels:
         if labels.count(label) > 1:
             raise UserError(f"data.eval: two sources are named {label!r}; their metrics would be one")
+
+
+def _surplus(config: Config) -> None:
+    stream = config.stream
+    if not stream.surplus:
+        return
+    if config.mode != "async":
+        raise UserError(f"stream.surplus={stream.surplus} needs mode=async: in mode=sync a step draws its own groups")
+    room = stream.staleness * config.train.prompts_per_step
+    if stream.surplus >= room:
+        raise UserError(
+            f"stream.surplus={stream.surplus}: less than stream.staleness * train.prompts_per_step = {room} is wanted, "
+            "so that the bound on staleness leaves stragglers some time"
+            + (" (staleness=0 trains each step on its own groups)" if not stream.staleness else "")
+        )
 
 
 def check_model_folder(config: Config) -> None:

@@ -241,6 +241,8 @@ class StreamConfig:
     staleness: int = 1  # steps by which the weights that drew a sample may be behind those that it trains; 0: on-policy
     on_stale: str = "wait"  # wait: each step trains on its own round of prompts and waits for it | drop: on what came
     #   first; a group that is too old by then is given back and drawn again
+    surplus: int = 0  # over-provisioning: groups drawn beyond those of a step, which trains on the first that are ready
+    #   and leaves the others to the next ones; 0: as far ahead as `staleness` allows, and as `on_stale` says
     train_on: str = "microbatch"  # microbatch: training begins once one is full | step: once all groups have come
     limit_mib: float = 256.0  # of groups from one replica that are being drawn, on their way, or waiting
     swap: str = "between_groups"  # a replica takes new weights: between_groups: once nothing is being drawn |

@@ -93,6 +93,7 @@ RANGES: dict[str, Range] = {
     "observe.console_every": _SOME,
     "observe.samples_per_step": _COUNT,
     "stream.staleness": _COUNT,
+    "stream.surplus": _COUNT,
     "stream.limit_mib": _POSITIVE,
 }
 _NOT_EMPTY = {

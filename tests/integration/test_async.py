@@ -78,6 +78,7 @@ def test_on_policy_is_the_synchronous_run(tmp_path, model, synchronous, ranks, l
     [
         ["stream.staleness=2", "stream.limit_mib=0.02", "stream.swap=in_flight", "eval.every=2"],
         ["stream.staleness=1", "stream.on_stale=drop", "stream.swap=rolling", "stream.send=blocking"],
+        ["stream.staleness=2", "stream.surplus=4", "stream.swap=in_flight", "rollout.max_sequences=6"],
     ],
 )
 def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
@@ -93,6 +94,9 @@ def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
         assert "stream.swap=in_flight" in overrides or step["staleness/changed_fraction"] == 0
     last = metrics(run)[-1]
     assert {"stream/ready", "stream/bytes", "stream/wait_s", "stream/given_back", "staleness/mean"} <= set(last)
+    early, late = (sum(step[name] for step in metrics(run)) for name in ("stream/early", "stream/late"))
+    in_order = not {"stream.surplus=4", "stream.on_stale=drop"} & set(overrides)
+    assert early == late == 0 if in_order else late <= early  # who comes early takes the place of one who is late
 
 
 def test_a_replica_of_several_ranks_draws_on_policy(tmp_path, model):
@@ -107,7 +111,8 @@ def test_a_replica_of_several_ranks_draws_on_policy(tmp_path, model):
 
 
 def test_a_killed_replica_is_named_and_the_next_start_trains_on_every_group_once(tmp_path, model):
-    """A1, A5: what was drawn ahead of the checkpoint is drawn again, by identity; the bound still holds."""
+    """A1, A5: what was drawn ahead of the checkpoint is drawn again, by identity; the bound still holds. With groups
+    trained out of order (a surplus), which the checkpoint must know one by one."""
     config = tiny_config(tmp_path, model, train={"steps": 6})
     (tmp_path / "rewards.py").write_text(
         (tmp_path / "rewards.py").read_text().replace(
@@ -116,7 +121,7 @@ def test_a_killed_replica_is_named_and_the_next_start_trains_on_every_group_once
             "        time.sleep(0.1)\n    return",
         )
     )  # fmt: skip
-    overrides = ["mode=async", "placement.train=1", "stream.staleness=2", "checkpoint.every=2"]
+    overrides = ["mode=async", "placement.train=1", "stream.staleness=2", "checkpoint.every=2", "stream.surplus=6"]
     run = tmp_path / "run"
     command = [*launch_command("torchrun", 2), str(MAIN), str(config), *overrides]
     with (tmp_path / "stderr").open("w") as err:
@@ -181,6 +186,12 @@ def test_evaluations_are_of_the_weights_they_are_named_after(tmp_path, model):
         (["placement.train=1", "stream.limit_mib=0.001"], "is less than one group"),
         (["placement.train=1", "algorithm.advantage=reinforce_pp"], "set stream.train_on=step, or choose an advantage"),
         (["placement.train=1", "train.updates_per_step=2"], "needs stream.train_on=step"),
+        (
+            ["placement.train=1", "stream.surplus=5"],
+            "less than stream.staleness * train.prompts_per_step = 5 is wanted",
+        ),
+        (["placement.train=1", "stream.staleness=0", "stream.surplus=1"], "staleness=0 trains each step on its own"),
+        (["mode=sync", "stream.surplus=1"], "stream.surplus=1 needs mode=async"),
         (["mode=sync", "placement.train=1"], "placement.train=1 needs mode=async"),
     ],
 )

@@ -21,6 +21,7 @@ from spmd_rl.data.stream.loader import stream_loader
 from spmd_rl.data.stream.producer import Producer
 from spmd_rl.data.stream.rounds import Rounds
 from spmd_rl.data.stream.store import Store
+from spmd_rl.data.stream.window import Window
 from spmd_rl.observe.metrics import Metrics
 
 COLUMNS = ("prompt", "response", "reward", "version")
@@ -51,17 +52,18 @@ class World:
 
 def ends(rounds: Rounds, staleness: int = 0, in_order: bool = True, limit: int = 1 << 20, wait_s: float = 5.0):
     """(producer, consumer, the replica's half of the line)"""
+    window = Window(rounds, staleness, waits=in_order)
     up: deque[torch.Tensor] = deque()
     down: deque[torch.Tensor] = deque()
     replica, trainer = Half(up, down), Half(down, up)
     bells = Bell(), Bell()
     producer = Producer(
-        Starts(rounds, staleness, 0, 1), limit, COLUMNS, 8, (Inlet(replica, bells[0]), Outlet(replica, 60), bells[0])
+        Starts(window, 0, 1), limit, COLUMNS, 8, (Inlet(replica, bells[0]), Outlet(replica, 60), bells[0])
     )
     consumer = Consumer(
         World(),  # type: ignore[arg-type]
         None,
-        Ledger(rounds, staleness, in_order),
+        Ledger(window),
         Store(COLUMNS),
         {0: (Inlet(trainer, bells[1]), Outlet(trainer, 60))},
         bells[1],

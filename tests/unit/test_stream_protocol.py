@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 
 import numpy as np
@@ -14,7 +13,8 @@ from spmd_rl.data.stream.admission import Frontier, Starts
 from spmd_rl.data.stream.credits import Credits
 from spmd_rl.data.stream.ledger import Ledger
 from spmd_rl.data.stream.rounds import Place, Rounds
-from tests.unit.stream_model import World
+from spmd_rl.data.stream.window import Window
+from tests.unit.stream_model import World, clone
 
 
 def every_interleaving(world: World) -> tuple[int, int]:
@@ -30,7 +30,7 @@ def every_interleaving(world: World) -> tuple[int, int]:
             continue
         assert actions, f"stuck: {here.key()}"
         for action in actions:
-            there = copy.deepcopy(here)
+            there = clone(here)
             there.do(action)
             key = (there.key(), max((age for _, age in [*there.trained, *there.claimed]), default=0))
             if key not in seen:
@@ -41,11 +41,20 @@ def every_interleaving(world: World) -> tuple[int, int]:
 
 @pytest.mark.parametrize("in_order", [True, False])
 @pytest.mark.parametrize(
-    ("replicas", "staleness", "limit"), [(1, 0, 1), (1, 1, 1), (1, 1, 3), (2, 0, 2), (2, 1, 1), (1, 2, 9)]
+    ("replicas", "staleness", "limit", "surplus"),
+    [(1, 0, 1, 0), (1, 1, 1, 0), (1, 1, 3, 0), (2, 0, 2, 0), (2, 1, 1, 0), (1, 2, 9, 0), (1, 1, 9, 1), (2, 2, 2, 1)],
 )
-def test_no_interleaving_gets_stuck_or_breaks_the_bound(replicas, staleness, limit, in_order):
+def test_no_interleaving_gets_stuck_or_breaks_the_bound(replicas, staleness, limit, surplus, in_order):
     """One to two replicas, three steps of two groups (the last round of the epoch has one), any order of events."""
-    states, ends = every_interleaving(World(Rounds(5, 2, 3), staleness, in_order, replicas, limit))
+    world = World(Rounds(5, 2, 3), staleness, in_order, replicas, limit, surplus=surplus)
+    states, ends = every_interleaving(world)
+    assert states > 10 and ends >= 1
+
+
+@pytest.mark.parametrize("budget", [2, 4])
+def test_room_for_less_than_a_microbatch_or_a_step_is_enough(budget):
+    """What a step has claimed gives its room back, before the micro-batch that it waits for is full."""
+    states, ends = every_interleaving(World(Rounds(4, 4, 2), 1, True, 1, 1, budget=budget))
     assert states > 10 and ends >= 1
 
 
@@ -72,22 +81,28 @@ def run_random(world: World, seed: int, kill_at: int | None = None, weights: dic
     replicas=st.integers(1, 3),
     limit=st.integers(1, 6),
     in_order=st.booleans(),
+    budget=st.integers(1, 6),
+    surplus=st.integers(0, 11),
     seed=st.integers(0, 2**32),
 )
 def test_random_worlds_train_every_group_once_within_the_bound(
-    epoch_length, batch, steps, staleness, replicas, limit, in_order, seed
+    epoch_length, batch, steps, staleness, replicas, limit, in_order, budget, surplus, seed
 ):
-    world = World(Rounds(epoch_length, batch, steps), staleness, in_order, replicas, limit)
+    surplus = min(surplus, max(staleness * batch - 1, 0))
+    world = World(
+        Rounds(epoch_length, batch, steps), staleness, in_order, replicas, limit, budget=budget, surplus=surplus
+    )
     run_random(world, seed)
     world.check()
 
 
+@pytest.mark.parametrize("surplus", [0, 2])
 @pytest.mark.parametrize("in_order", [True, False])
-def test_killed_at_any_of_200_points_and_resumed_nothing_is_lost_or_doubled(in_order):
+def test_killed_at_any_of_200_points_and_resumed_nothing_is_lost_or_doubled(in_order, surplus):
     """A1, A5: what was ready or claimed at the end of the checkpointed step is made again, nothing else."""
     rng = random.Random(1)
     for number in range(100):
-        world = World(Rounds(7, 3, 5), 2, in_order, 2, 4)
+        world = World(Rounds(7, 3, 5), 2, in_order, 2, 4, budget=2, surplus=surplus)
         run_random(world, number, kill_at=rng.randint(1, 80))
         world.check()
 
@@ -154,13 +169,13 @@ def test_the_share_of_a_replica_is_a_pure_function():
     rounds = Rounds(100, 4, 3)
     started = []
     for replica in range(3):
-        starts = Starts(rounds, 1, replica, 3, Frontier.of([0, 1, 4]))
+        starts = Starts(Window(rounds, 1), replica, 3, Frontier.of([0, 1, 4]))
         while (group := starts.peek(version=0)) is not None:
             starts.start(group)
             started.append(group)
     assert sorted(started) == [2, 3, 5, 6, 7]  # rounds 0 and 1, without what is done
     with pytest.raises(ValueError, match="not the next"):
-        Starts(rounds, 0, 0, 1).start(3)
+        Starts(Window(rounds, 0), 0, 1).start(3)
 
 
 def test_the_frontier_closes_up_and_refuses_doubles():
@@ -190,35 +205,91 @@ def row(group: int, version: int = 0, tokens: int = 10) -> list[int]:
     return [group, version, 4, tokens, 100, 0]
 
 
-def test_a_tick_takes_the_oldest_until_the_budget_is_full():
-    ledger = Ledger(Rounds(100, 4, 9), 1, in_order=True)
+def numbers(descriptors) -> list[int]:
+    return [described.group for described in descriptors]
+
+
+def test_a_tick_claims_the_oldest_and_hands_them_out_once_the_budget_is_full():
+    ledger = Ledger(Window(Rounds(100, 4, 9), 1))
     ledger.arrive(np.array([row(5), row(2), row(3)]))
-    assert ledger.tick(1, budget=25) is None  # 20 tokens of round 0, and more will come
+    tick = ledger.tick(1, budget=25)  # 20 tokens of round 0, and more will come
+    assert tick is not None and numbers(tick.claimed) == [2, 3] and not tick.handed
+    assert ledger.tick(1, budget=25) is None
     ledger.arrive(np.array([row(0)]))
     tick = ledger.tick(1, budget=25)
-    assert tick is not None and [d.group for d in tick.claimed] == [0, 2, 3] and not tick.last
-    assert ledger.tick(1, budget=25) is None and len(ledger) == 1
+    assert tick is not None and numbers(tick.handed) == [0, 2, 3] and not tick.last
+    assert ledger.tick(1, budget=25) is None and len(ledger) == 1 and ledger.missing(1) == [1]
     ledger.arrive(np.array([row(1)]))
     tick = ledger.tick(1, budget=25)
-    assert tick is not None and [d.group for d in tick.claimed] == [1] and tick.last
+    assert tick is not None and numbers(tick.handed) == [1] and tick.last
     assert ledger.acknowledge() == Frontier(4)
-    assert ledger.tick(2, budget=1, whole=True) is None
+    tick = ledger.tick(2, budget=1, whole=True)
+    assert tick is not None and numbers(tick.claimed) == [5] and not tick.handed
     with pytest.raises(ValueError, match="group 1 arrives twice"):
         ledger.arrive(np.array([row(1)]))
 
 
-def test_a_whole_step_is_taken_at_once_where_it_is_wanted():
-    ledger = Ledger(Rounds(100, 2, 9), 1, in_order=True)
+def test_a_whole_step_is_handed_out_at_once_where_it_is_wanted():
+    ledger = Ledger(Window(Rounds(100, 2, 9), 1))
     ledger.arrive(np.array([row(0, tokens=10**6)]))
-    assert ledger.tick(1, budget=1, whole=True) is None
+    tick = ledger.tick(1, budget=1, whole=True)
+    assert tick is not None and not tick.handed
     ledger.arrive(np.array([row(1)]))
     tick = ledger.tick(1, budget=1, whole=True)
-    assert tick is not None and len(tick.claimed) == 2 and tick.last
+    assert tick is not None and numbers(tick.handed) == [0, 1] and tick.last
+
+
+def test_with_a_surplus_a_step_takes_the_first_ready_and_waits_for_a_straggler_when_it_is_due():
+    """4 groups a step, 2 more under way, 2 steps ahead at most: 6 groups may be late. Group 0 does not come."""
+    window = Window(Rounds(100, 4, 9), 2, surplus=2)
+    assert window.late == 6 and [window.due(step) for step in range(1, 6)] == [0, 2, 6, 10, 14]
+    starts, ledger = Starts(window, 0, 1), Ledger(window)
+    trained: list[list[int]] = []
+
+    def start(version: int) -> list[int]:
+        begun = []
+        while (group := starts.peek(version)) is not None:
+            starts.start(group)
+            begun.append(group)
+        return begun
+
+    for step in (1, 2):
+        ledger.arrive(np.array([row(group, step - 1) for group in start(step - 1) if group]))
+        tick = ledger.tick(step, budget=1000)
+        if step == 1:
+            assert tick is not None and tick.last
+            trained.append(numbers(tick.handed))
+            ledger.acknowledge()
+    assert trained == [[1, 2, 3, 4]]
+    assert tick is not None and numbers(tick.claimed) == [5, 6, 7] and not tick.last  # the fourth place is group 0's
+    assert len(ledger) == 2 and ledger.missing(2) == [0]
+    ledger.arrive(np.array([row(0, version=0)]))
+    tick = ledger.tick(2, budget=1000)
+    assert tick is not None and numbers(tick.handed) == [0, 5, 6, 7] and tick.last
+    assert ledger.acknowledge() == Frontier(8) and len(ledger) == 2  # the surplus is for the next step
+
+
+def test_the_window_at_the_end_of_an_epoch_and_of_the_run():
+    """A step always has groups enough that may be started, and places enough for all that is due; by brute force."""
+    for length, batch, eta, surplus in [(5, 2, 1, 1), (7, 3, 2, 4), (3, 2, 3, 5), (2, 3, 2, 1), (11, 4, 2, 7)]:
+        rounds = Rounds(length, batch, 9)
+        sizes = [rounds.size(r) for r in range(60)]
+        assert rounds.fewest(eta) == min(sum(sizes[r : r + eta]) for r in range(40))
+        window = Window(rounds, eta, min(surplus, eta * batch - 1))
+        due = [0, *(window.due(step) for step in range(1, 10))]
+        for step in range(1, 10):
+            assert all(window.allows(group, step - 1) for group in range(rounds.first(step)))
+            assert step == 9 or due[step] - due[step - 1] <= rounds.size(step - 1)
+        for group in range(rounds.groups):
+            first = next(version for version in range(9) if window.allows(group, version))
+            last = next(step for step in range(1, 10) if due[step] > group)
+            assert last - 1 - first <= eta
+        assert due[9] == rounds.groups and not window.allows(rounds.groups, 99)
 
 
 def test_a_group_that_is_too_old_is_an_error_in_order_and_given_back_otherwise():
     for in_order in (True, False):
-        ledger = Ledger(Rounds(100, 1, 9), 1, in_order)
+        ledger = Ledger(Window(Rounds(100, 1, 9), 1, waits=in_order))
         for step in (1, 2):
             ledger.arrive(np.array([row(step - 1, step - 1)]))
             assert ledger.tick(step, 1) is not None

@@ -2,7 +2,8 @@
 
 With version v of the weights and a bound of eta steps, the groups of the rounds 0 to v + eta may be started: as many
 as `started < (v + eta + 1) * prompts_per_step` allows in all, shared among the replicas by the group's number. With
-eta = 0 exactly the groups of the round that the trainers are at: the run is on-policy.
+eta = 0 exactly the groups of the round that the trainers are at: the run is on-policy. (`Window` has the rule, also
+with over-provisioning.)
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
-from spmd_rl.data.stream.rounds import Rounds
+from spmd_rl.data.stream.window import Window
 
 
 @dataclass(frozen=True)
@@ -43,14 +44,12 @@ class Frontier:
 class Starts:
     """The groups that one replica starts, in order; the same on all ranks of the replica.
 
-    replica, replicas: it takes the groups with `group % replicas == replica`; staleness: the bound eta, in steps;
-    frontier: groups that are done with (a resumed run).
+    replica, replicas: it takes the groups with `group % replicas == replica`; frontier: groups that are done with (a
+    resumed run).
     """
 
-    def __init__(
-        self, rounds: Rounds, staleness: int, replica: int, replicas: int, frontier: Frontier | None = None
-    ) -> None:
-        self._rounds, self._staleness = rounds, staleness
+    def __init__(self, window: Window, replica: int, replicas: int, frontier: Frontier | None = None) -> None:
+        self.window = window
         self._replicas = replicas
         self._frontier = frontier or Frontier()
         first = self._frontier.next
@@ -60,9 +59,7 @@ class Starts:
     def peek(self, version: int) -> int | None:
         """The group to start next; None where the weights of `version` do not allow any, or none is left."""
         group = self._again[0] if self._again else self._next
-        if group >= self._rounds.groups or self._rounds.of(group) > version + self._staleness:
-            return None
-        return group
+        return group if self.window.allows(group, version) else None
 
     def start(self, group: int) -> None:
         """It is started: the one that `peek` gave."""

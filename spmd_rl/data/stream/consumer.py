@@ -34,7 +34,7 @@ _ALONE_S = 0.5
 
 @dataclass(frozen=True)
 class Portion:
-    """What a tick hands out. batch: of the claimed groups those that this trainer has; last: of the step."""
+    """What a tick hands out. batch: of its groups those that this trainer has; last: of the step."""
 
     batch: Batch
     last: bool
@@ -57,6 +57,7 @@ class Consumer:
     ) -> None:
         self._world, self._channel, self._ledger, self._store = world, channel, ledger, store
         self._lines, self._bell, self._replicas, self._limit_s = lines, bell, replicas, limit_s
+        self._rounds = ledger.window.rounds
         self._schemas: dict[tuple[int, int], Schema] = {}  # (replica, number)
         self._metrics: dict[int, Metrics] = {}  # by group
         self._empty: Schema | None = None  # of batches without a sample
@@ -78,10 +79,10 @@ class Consumer:
             tick = self._tick(step, budget, whole)
             waited += time.perf_counter() - begin
             ready, most_bytes = len(self._ledger), max(most_bytes, self._store.bytes)
-            portion = self._hand_out(step, tick, metrics)
+            self._answer(tick, metrics)
             last = tick.last
-            if tick.claimed:
-                yield portion
+            if tick.handed:
+                yield self._hand_out(step, tick, metrics)
         metrics.mean("stream/wait_s", waited, 1.0)
         metrics.mean("stream/ready", ready, 1.0)
         metrics.sum("stream/bytes", most_bytes)
@@ -175,24 +176,33 @@ class Consumer:
         texts = self._channel.all_gather_bytes(data, sizes).numpy().tobytes()
         return Schema.decode(texts[: int(sizes[np.flatnonzero(sizes)[0]])])
 
-    def _hand_out(self, step: int, tick: Tick, metrics: Metrics) -> Portion:
-        if tick.claimed and self._empty is None:
-            self._empty = self._agree_on_columns()
-        mine = [d for d in tick.claimed if d.trainer == self._world.rank]
-        batch = self._store.take(d.group for d in mine)
-        _token_ages(batch, step, metrics)
-        for d in mine:
-            self._lines[d.group % self._replicas][1].put(Message(Kind.RELEASE, group=d.group))
-            metrics.merge(self._metrics.pop(d.group))
-            age = step - 1 - d.version
-            metrics.mean("staleness/mean", age * d.samples, d.samples)
-            metrics.max("staleness/max", age if d.samples else 0)
+    def _answer(self, tick: Tick, metrics: Metrics) -> None:
+        """Tell the replicas what their groups have come to."""
+        for d in tick.claimed:
+            if d.trainer == self._world.rank:
+                self._lines[d.group % self._replicas][1].put(Message(Kind.RELEASE, group=d.group))
         for d in tick.stale:
             if d.trainer == self._world.rank:
                 self._store.discard(d.group)
                 self._metrics.pop(d.group)
                 self._lines[d.group % self._replicas][1].put(Message(Kind.AGAIN, group=d.group))
         metrics.sum("stream/given_back", float(sum(d.trainer == self._world.rank for d in tick.stale)))
+
+    def _hand_out(self, step: int, tick: Tick, metrics: Metrics) -> Portion:
+        if self._empty is None:
+            self._empty = self._agree_on_columns()
+        mine = [d for d in tick.handed if d.trainer == self._world.rank]
+        batch = self._store.take(d.group for d in mine)
+        _token_ages(batch, step, metrics)
+        for d in mine:
+            metrics.merge(self._metrics.pop(d.group))
+            age = step - 1 - d.version
+            metrics.mean("staleness/mean", age * d.samples, d.samples)
+            metrics.max("staleness/max", age if d.samples else 0)
+            late = step - 1 - self._rounds.of(d.group)
+            metrics.sum("stream/late", float(late > 0))
+            metrics.max("stream/late_steps_max", float(late))
+            metrics.sum("stream/early", float(late < 0))
         return Portion(batch if batch.columns else self._without_samples(), tick.last)
 
     def _without_samples(self) -> Batch:

@@ -52,6 +52,11 @@ class Rounds:
     def size(self, round_: int) -> int:
         return self.first(round_ + 1) - self.first(round_)
 
+    def fewest(self, rounds: int) -> int:
+        """The fewest groups that so many rounds in a row can have: those at the ends of epochs may be short."""
+        short = self.per_epoch * self.prompts_per_step - self.epoch_length
+        return rounds * self.prompts_per_step - -(-rounds // self.per_epoch) * short
+
     def of(self, group: int) -> int:
         """The round that a group belongs to."""
         epoch, within = divmod(group, self.epoch_length)
