@@ -51,9 +51,7 @@ void copy_segments_cpu(std::vector<Tensor> sources, Tensor target, Tensor segmen
     for (int64_t k = 0; k < list.count(); ++k) copy_row(list.to(k), list.from(k), list.size(k));
     return;
   }
-  const Table<Segment> table = list.table();
-  torch::stable::parallel_for(0, table.chunks, kGrain,
-                              [&](int64_t begin, int64_t end) { copy_chunks(table, begin, end); });
+  copy_table(list.table());
 }
 
 void copy_slices_cpu(std::vector<Tensor> sources, std::vector<Tensor> targets, Tensor slices, int64_t /*stream*/) {
@@ -64,6 +62,15 @@ void copy_slices_cpu(std::vector<Tensor> sources, std::vector<Tensor> targets, T
 }
 
 }  // namespace
+
+void copy_table(const Table<Segment>& table) {
+  if (torch::stable::get_num_threads() == 1 || table.bytes < kGrain * kChunk)
+    for (const Segment& segment : table.entries) copy_row(segment.to, segment.from, segment.size);
+  else
+    torch::stable::parallel_for(0, table.chunks, kGrain,
+                                [&](int64_t begin, int64_t end) { copy_chunks(table, begin, end); });
+}
+
 }  // namespace spmd_rl
 
 STABLE_TORCH_LIBRARY_IMPL(spmd_rl, CPU, library) {

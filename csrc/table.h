@@ -8,6 +8,7 @@
 #include <torch/headeronly/util/Exception.h>
 
 #include <cstdint>
+#include <tuple>
 #include <vector>
 
 #include "index.h"
@@ -23,6 +24,9 @@ struct Table {
   int64_t chunks = 0;
   int64_t bytes = 0;  // that are read
 };
+
+// On the CPU; by several threads where torch has them and there is enough to do.
+void copy_table(const Table<Segment>& table);
 
 // The segments as they were passed, checked to lie inside their tensors.
 class SegmentList {

@@ -104,7 +104,7 @@ def bytes_by_world(world: World, transport: str) -> dict[str, list[int]]:
 def plan_seconds(ranks: int, per_rank: int) -> dict[str, float]:
     """One virtual rank's plan among `ranks`, from gathered metadata to its copy table."""
     from spmd_rl.data.assignment import assign
-    from spmd_rl.data.exchange_plan import plan_rank
+    from spmd_rl.data.exchange_plan import Part, plan_messages
     from spmd_rl.data.metadata import Schema, decode_rows
 
     count = ranks * per_rank
@@ -124,7 +124,7 @@ def plan_seconds(ranks: int, per_rank: int) -> dict[str, float]:
         begin = time.perf_counter()
         metadata = decode_rows(raw, schema, counts)
         decision = assign(metadata, layout, layout, Balance(keep_groups=False, slack=1.0), ("column0",), None)
-        plan = plan_rank(metadata, decision, layout, layout, layout.ranks, rank, True)
+        plan = plan_messages(Part(metadata, decision, layout, layout, rank, True), layout.ranks)
         seconds.append(time.perf_counter() - begin)
         sent.append(int(plan.send_N.sum()) / (36 * int(lengths_S.sum()) / ranks))
     return {

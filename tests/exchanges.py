@@ -11,9 +11,10 @@ import torch
 from spmd_rl.data.assignment import Assignment, assign
 from spmd_rl.data.balance import Balance
 from spmd_rl.data.batch import Batch, Column
-from spmd_rl.data.exchange_plan import RankPlan, anything_moves, plan_rank
+from spmd_rl.data.exchange_plan import Messages, Part, plan_delivery, plan_messages
 from spmd_rl.data.layout import Layout
 from spmd_rl.data.metadata import WIRE_DTYPES, Schema, decode_rows, encode_rows
+from spmd_rl.ops.rows import deliver
 from spmd_rl.ops.segments import as_bytes, copy_segments
 
 COLUMNS: dict[str, tuple[str, tuple[int, ...]]] = {
@@ -71,7 +72,7 @@ def virtual_exchange(
     cost: tuple[str, ...] = (),
     follow: Assignment | None = None,
     replicas_hold: bool = True,
-) -> tuple[dict[int, Batch], Assignment, dict[int, RankPlan]]:
+) -> tuple[dict[int, Batch], Assignment, dict[int, Messages]]:
     """All ranks' plans carried out in this process. batches: of every source rank. The message that i plans to send
     to j must be the one that j plans to receive from i."""
     union = sorted({*source.ranks, *target.ranks})
@@ -80,12 +81,13 @@ def virtual_exchange(
     rows = np.concatenate([encode_rows(batch) for batch in heads])
     metadata = decode_rows(rows, schema, np.array([len(batch) for batch in heads]))
     decision = assign(metadata, source, target, rule, cost, follow)
-    plans = {r: plan_rank(metadata, decision, source, target, union, r, replicas_hold) for r in union}
+    parts = {r: Part(metadata, decision, source, target, r, replicas_hold) for r in union}
+    plans = {r: plan_messages(part, union) for r, part in parts.items()}
     own = {
         r: [as_bytes(column.values.contiguous()) for _, column in sorted(batches.get(r, Batch.empty()).columns.items())]
         for r in union
     }
-    moves = anything_moves(decision, metadata, source, target)
+    moves = parts[union[0]].moves
     messages: dict[tuple[int, int], torch.Tensor] = {}
     for r in union:
         send = torch.full((int(plans[r].send_N.sum()),), 0xA5, dtype=torch.uint8)
@@ -113,4 +115,31 @@ def virtual_exchange(
         result = plans[r].result
         assert result is not None
         results[r] = batches[r] if plans[r].in_place else result.batch(arena)
+    written = _written(parts, own, batches)
+    for r in union:
+        assert written[r] is results[r] or same_bytes(written[r], results[r]), f"rank {r}: the two ways differ"
     return results, decision.assignment, plans
+
+
+def _written(
+    parts: Mapping[int, Part], own: Mapping[int, list[torch.Tensor]], batches: Mapping[int, Batch]
+) -> dict[int, Batch]:
+    """The same exchange by ranks that write into each other's memory."""
+    plans = {r: plan_delivery(part) for r, part in parts.items()}
+    schema = parts[min(parts)].metadata.schema
+    arenas = {
+        r: torch.full((0 if plan.result is None else plan.result.bytes,), 0x5A, dtype=torch.uint8)
+        for r, plan in plans.items()
+    }
+    for r, plan in plans.items():
+        assert plan.crosses == plans[min(parts)].crosses
+        if not len(plan.slot_S):
+            continue
+        for ranks in plan.turns:
+            assert plan.crosses or {ranks[slot] for slot in plan.slot_S} <= {r}
+            targets = [arenas[rank] for rank in ranks]
+            deliver(own[r], targets, plan.lengths_SC, schema.row_bytes, plan.slot_S, plan.place_SC)
+    return {
+        r: Batch.empty() if plan.result is None else batches[r] if plan.in_place else plan.result.batch(arenas[r])
+        for r, plan in plans.items()
+    }

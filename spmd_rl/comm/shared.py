@@ -1,8 +1,8 @@
-"""Ranks of one machine: messages are packed into memory that the peers map, and read by them in place.
+"""Ranks of one machine: each maps the memory that the others offer, and writes there what is for them.
 
-A loopback connection would copy every byte twice more, through the kernel, and wake a process for every pair of ranks
-in every round of metadata. Memory files (memfd) have no name in any
-file system, need no cleaning up, and end with the processes that use them; a peer opens them through /proc.
+Every byte is copied once; a loopback connection copies it four times, and wakes a process for every pair of ranks in
+every round of metadata. Memory files (memfd) have no name in any file system, need no cleaning up, and end with the
+processes that use them; a peer opens them through /proc.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import secrets
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,12 +19,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.comm.board import SHARE, Board
-from spmd_rl.comm.scratch import rounded
-from spmd_rl.comm.transport import Channel, Flight, Inbox, Transport, TransportError
+from spmd_rl.comm.transport import Channel, Peers, Transport
 from spmd_rl.ops.meet import can_meet
 
 Int64 = NDArray[np.int64]
 _PROBE = 4096  # bytes of the first segment, which only shows whether the peers can read it
+_KEPT = 16  # segments of one process that stay mapped; more at a time are rarely in use
 
 
 class Segment:
@@ -33,6 +34,14 @@ class Segment:
         self.fd = os.memfd_create("spmd_rl", os.MFD_CLOEXEC)
         os.ftruncate(self.fd, size)
         self.data = torch.frombuffer(mmap.mmap(self.fd, size), dtype=torch.uint8)
+
+    def words(self) -> Int64:
+        """int64 [4]: how others find it. The file's number tells it from a later one with the same descriptor."""
+        return np.array([os.getpid(), self.fd, os.fstat(self.fd).st_ino, self.data.numel()], dtype=np.int64)
+
+    def empty(self) -> None:
+        """Gives the memory back at once, also where others have it mapped. Nobody may touch it from now on."""
+        os.ftruncate(self.fd, 0)
 
     def __del__(self) -> None:
         os.close(self.fd)
@@ -47,6 +56,26 @@ def map_peer(pid: int, fd: int, size: int) -> Tensor:
         os.close(own)
 
 
+class MappedPeers:
+    """Other processes' segments, by the words that describe them. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._mapped: dict[int, dict[int, Tensor]] = {}  # by process and file; the one used last comes last
+        self._lock = threading.Lock()
+
+    def block(self, words_W: Int64) -> Tensor:
+        pid, fd, file, size = words_W.tolist()
+        with self._lock:
+            known = self._mapped.setdefault(pid, {})
+            memory = known.pop(file, None)
+            if memory is None:
+                memory = map_peer(pid, fd, size)
+            known[file] = memory
+            if len(known) > _KEPT:
+                del known[next(iter(known))]
+        return memory
+
+
 class SharedMemoryTransport:
     """Opens another transport's channels, and takes over from those whose ranks see each other's memory."""
 
@@ -55,26 +84,27 @@ class SharedMemoryTransport:
         self._inner = inner
         self._rank = rank
         self._timeout_s = timeout_s
+        self._peers = MappedPeers()
 
     def open(self, ranks: Sequence[int]) -> Channel | None:
         channel = self._inner.open(ranks)
-        return None if channel is None else share_memory(channel, self._rank, self._timeout_s)
+        return None if channel is None else share_memory(channel, self._rank, self._timeout_s, self._peers)
 
 
-def share_memory(channel: Channel, rank: int, timeout_s: float) -> Channel:
+def share_memory(channel: Channel, rank: int, timeout_s: float, peers: Peers) -> Channel:
     """The channel with shared memory, where every rank can read every other's; else as it is."""
     count = len(channel.ranks)
     segment, secret = Segment(_PROBE), secrets.randbits(62)
     segment.data[:8] = torch.from_numpy(np.array([secret], dtype=np.int64).view(np.uint8))
     board = Segment(Board.size(count))  # the first rank's is used; the others' cost nothing
-    peers = channel.all_gather(np.array([os.getpid(), segment.fd, secret, board.fd], dtype=np.int64))
-    shared = can_meet() and all(_readable(peer[:3]) for peer in peers.tolist())
-    memory = map_peer(int(peers[0, 0]), int(peers[0, 3]), Board.size(count)) if shared else board.data
+    found = channel.all_gather(np.array([os.getpid(), segment.fd, secret, board.fd], dtype=np.int64))
+    shared = can_meet() and all(_readable(words[:3]) for words in found.tolist())
+    memory = map_peer(int(found[0, 0]), int(found[0, 3]), Board.size(count)) if shared else board.data
     verdicts = channel.all_gather(np.array([shared], dtype=np.int64))
     if not verdicts.all():
         return channel
     place = channel.ranks.index(rank)
-    return SharedMemoryChannel(channel, place, Board(memory, channel.ranks, place, timeout_s))
+    return SharedMemoryChannel(channel, Board(memory, channel.ranks, place, timeout_s), peers)
 
 
 def _readable(peer: list[int]) -> bool:
@@ -88,61 +118,29 @@ def _readable(peer: list[int]) -> bool:
 
 
 class SharedMemoryChannel:
-    def __init__(self, channel: Channel, place: int, board: Board) -> None:
+    """Metadata by the board; payload is written straight to where it belongs (`peers`); the rest as without it."""
+
+    def __init__(self, channel: Channel, board: Board, peers: Peers) -> None:
         self.ranks = channel.ranks
+        self.peers: Peers | None = peers
         self._inner = channel
-        self._place = place
         self._board = board
-        self._segment = Segment(_PROBE)
-        self._mapped = [torch.empty(0, dtype=torch.uint8)] * len(self.ranks)  # each rank's segment
-        self._made = 1
         self.broadcast = channel.broadcast
+        self.outbox = channel.outbox
+        self.all_to_all = channel.all_to_all
         self.send = channel.send
         self.receive = channel.receive
 
     @property
     def allocated(self) -> int:
-        return self._made + self._inner.allocated
+        return self._inner.allocated
 
     def all_gather(self, words_K: Int64) -> Int64:
         if words_K.nbytes > SHARE:
             return self._inner.all_gather(words_K)
-        sizes = np.full(len(self.ranks), words_K.nbytes)
-        gathered = self._board.all_gather(torch.from_numpy(words_K).view(torch.uint8), sizes)
-        return gathered.view(torch.int64).numpy().reshape(len(self.ranks), -1)
+        return self._board.all_gather_equal(words_K.view(np.uint8)).view(np.int64)
 
     def all_gather_bytes(self, data: Tensor, sizes_N: Int64) -> Tensor:
         if int(sizes_N.max()) > SHARE:  # known to all, who decide alike
             return self._inner.all_gather_bytes(data, sizes_N)
         return self._board.all_gather(data, sizes_N)
-
-    def outbox(self, size: int) -> Tensor:
-        if self._segment.data.numel() < size:
-            self._segment = Segment(rounded(size))
-            self._made += 1
-        return self._segment.data[:size]
-
-    def all_to_all(self, outbox: Tensor, send_N: Int64, recv_N: Int64) -> Flight:
-        """One small round: it says that all have packed, and where each one's message for this rank begins.
-
-        Where a rank has a new segment, all map it before anyone goes on: its owner may end right after this exchange.
-        """
-        where = [os.getpid(), self._segment.fd, self._segment.data.numel()]
-        words = self.all_gather(np.concatenate([where, np.cumsum(send_N) - send_N]).astype(np.int64))
-        new = [place for place, size in enumerate(words[:, 2].tolist()) if size != self._mapped[place].numel()]
-        for place in new:  # a later segment is always larger
-            try:
-                self._mapped[place] = map_peer(*words[place, :3].tolist())
-            except OSError as error:
-                raise TransportError(f"the memory of rank {self.ranks[place]} cannot be mapped: {error}") from None
-        if new:
-            self.all_gather(np.zeros(1, dtype=np.int64))
-        return _Arrived(Inbox(self._mapped, np.arange(len(self.ranks)), words[:, 3 + self._place]))
-
-
-class _Arrived:
-    def __init__(self, inbox: Inbox) -> None:
-        self._inbox = inbox
-
-    def wait(self) -> Inbox:
-        return self._inbox

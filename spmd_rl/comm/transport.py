@@ -1,4 +1,4 @@
-"""How bytes get from rank to rank: one interface, carried by torch.distributed or by MPI."""
+"""How bytes get from rank to rank: one interface, carried by torch.distributed or by MPI, or by common memory."""
 
 from __future__ import annotations
 
@@ -35,6 +35,14 @@ class Inbox:
         return cls([received], np.zeros(len(sizes_N), dtype=np.int64), np.cumsum(sizes_N) - sizes_N)
 
 
+class Peers(Protocol):
+    """The memory of a channel's ranks, which are all on one machine."""
+
+    def block(self, words_W: Int64) -> Tensor:
+        """uint8, writable: what a rank has offered by these words. Raises OSError where it is gone."""
+        ...
+
+
 class Flight(Protocol):
     """Messages under way."""
 
@@ -51,6 +59,7 @@ class Channel(Protocol):
     """
 
     ranks: tuple[int, ...]  # of the world, ascending
+    peers: Peers | None  # where all ranks can write into each other's memory
 
     @property
     def allocated(self) -> int:
@@ -102,8 +111,8 @@ def make_transport(name: str, world: World, timeout_s: float | None = None, shar
     """The transport called `name` (config key `comm.transport`).
 
     timeout_s: limit of one call, `world.timeout_s` unless given; share_memory: ranks that can all map each other's
-    memory move payload and metadata through it (CPU only). Raises UserError for an unknown name and for a
-    transport that is not installed or does not fit the world.
+    memory gather metadata through it and write payload straight to its place (CPU only). Raises UserError for an
+    unknown name and for a transport that is not installed or does not fit the world.
     """
     limit = world.timeout_s if timeout_s is None else timeout_s
     transport: Transport

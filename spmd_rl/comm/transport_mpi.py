@@ -20,7 +20,7 @@ from torch import Tensor
 
 from spmd_rl.comm.rollcall import RollCall
 from spmd_rl.comm.scratch import Scratch
-from spmd_rl.comm.transport import Inbox, TransportError
+from spmd_rl.comm.transport import Inbox, Peers, TransportError
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 
@@ -72,6 +72,7 @@ class MpiChannel:
         self, mpi: Any, comm: Any, ranks: tuple[int, ...], world: World, timeout_s: float, number: int
     ) -> None:
         self.ranks = ranks
+        self.peers: Peers | None = None
         self.rank = world.rank
         self._name, self._me = world.job_rank, world.job_rank()  # what messages call a rank
         self._mpi = mpi

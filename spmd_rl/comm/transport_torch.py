@@ -15,7 +15,7 @@ from torch.distributed import ProcessGroup
 
 from spmd_rl.comm.rollcall import RollCall
 from spmd_rl.comm.scratch import Scratch
-from spmd_rl.comm.transport import Inbox, TransportError
+from spmd_rl.comm.transport import Inbox, Peers, TransportError
 from spmd_rl.comm.world import World
 
 Int64 = NDArray[np.int64]
@@ -56,6 +56,7 @@ class TorchChannel:
         number: int,
     ) -> None:
         self.ranks = ranks
+        self.peers: Peers | None = None
         self.rank = world.rank
         self._name, self._me = world.job_rank, world.job_rank()  # what messages call a rank
         self.control = control

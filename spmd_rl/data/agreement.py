@@ -10,8 +10,20 @@ import torch
 
 from spmd_rl.comm.transport import Channel
 from spmd_rl.data.batch import Batch
+from spmd_rl.data.buffers import NO_LEASE
 from spmd_rl.data.layout import Layout
-from spmd_rl.data.metadata import HEADER_WORDS, Header, Metadata, Schema, decode_rows, digest, encode_rows, row_stride
+from spmd_rl.data.metadata import (
+    HEADER_WORDS,
+    OFFER,
+    Header,
+    Int64,
+    Metadata,
+    Schema,
+    decode_rows,
+    digest,
+    encode_rows,
+    row_stride,
+)
 
 TEXT_WORDS = 64  # of 8 bytes: room for a description or a fault when ranks disagree
 
@@ -21,10 +33,14 @@ class ExchangeError(RuntimeError):
 
 
 class Claim:
-    """What one rank brings: its description of the exchange, and its batch if it is in the source."""
+    """What one rank brings: its description of the exchange, and its batch if it is in the source. offer_W: words of
+    the memory that others may write its results into."""
 
-    def __init__(self, description: str, batch: Batch, source: Layout, rank: int) -> None:
+    def __init__(
+        self, description: str, batch: Batch, source: Layout, rank: int, offer_W: Int64 = NO_LEASE.words_W
+    ) -> None:
         self.description = description
+        self.offer_W = offer_W
         slot = source.slot_of(rank)
         self.fault = ""
         self.schema: Schema | None = None
@@ -44,7 +60,7 @@ class Claim:
             samples=len(batch),
             columns=len(schema.columns),
             schema=schema.digest if schema.columns else 0,
-            schema_bytes=len(schema.encode()) if schema.columns else 0,
+            schema_bytes=len(schema.encoded) if schema.columns else 0,
             ids=digest(batch.ids.numpy().tobytes()) if source.replicas > 1 else 0,
         )
         if schema.columns:
@@ -67,11 +83,12 @@ NOTHING_KNOWN = Known(Schema(()))
 
 @dataclass(frozen=True)
 class Agreed:
-    """replicas_hold: every rank of a source slot has the slot's samples; bytes: of metadata that came in; known: for
-    the next exchange of this edge."""
+    """replicas_hold: every rank of a source slot has the slot's samples; offers_NW: what each rank offered; bytes: of
+    metadata that came in; known: for the next exchange of this edge."""
 
     metadata: Metadata
     replicas_hold: bool
+    offers_NW: Int64
     bytes: int
     known: Known
 
@@ -83,7 +100,7 @@ def agree(channel: Channel, claim: Claim, source: Layout, known: Known) -> Agree
     fault, or two disagree.
     """
     message = np.zeros(HEADER_WORDS + known.room // 8, dtype=np.int64)
-    message[:HEADER_WORDS] = claim.header.encode()
+    message[:HEADER_WORDS] = claim.header.encode(claim.offer_W)
     if claim.rows.numel() <= known.room:
         message[HEADER_WORDS:].view(np.uint8)[: claim.rows.numel()] = claim.rows.numpy()
     words = channel.all_gather(message)
@@ -105,7 +122,7 @@ def agree(channel: Channel, claim: Claim, source: Layout, known: Known) -> Agree
     # Padding all ranks to the largest must not multiply the bytes: not where one rank holds most samples.
     even = largest * len(sizes) <= 2 * int(sizes.sum()) + 4096 * len(sizes)
     room = (largest + largest // 8 + 63) // 64 * 64 if even else 0
-    return Agreed(decode_rows(rows, schema, samples), hold, received, Known(schema, room))
+    return Agreed(decode_rows(rows, schema, samples), hold, words[:, OFFER], received, Known(schema, room))
 
 
 def _check(channel: Channel, claim: Claim, words: np.ndarray, head_places: np.ndarray) -> None:
@@ -123,7 +140,7 @@ def _check(channel: Channel, claim: Claim, words: np.ndarray, head_places: np.nd
     odd = with_columns[schemas[with_columns] != schemas[with_columns[:1]]]
     bare = head_places[(samples[head_places] > 0) & (columns[head_places] == 0)] if with_columns.size else odd
     if odd.size or bare.size:
-        texts = _texts(channel, claim.schema.encode().decode() if claim.schema else "no columns")
+        texts = _texts(channel, claim.schema.encoded.decode() if claim.schema else "no columns")
         places = int(with_columns[0]), int(odd[0]) if odd.size else int(bare[0])
         one, two = (f"rank {channel.ranks[place]} has {texts[place]}" for place in places)
         raise ExchangeError(f"columns differ: {one}, {two}")
@@ -140,7 +157,7 @@ def _schema(channel: Channel, claim: Claim, words: np.ndarray, known: Schema) ->
         return known
     data = torch.zeros(header.schema_bytes, dtype=torch.uint8)
     if claim.schema is not None:
-        data = torch.frombuffer(bytearray(claim.schema.encode()), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(claim.schema.encoded), dtype=torch.uint8)
     channel.broadcast(data, channel.ranks[root])
     return Schema.decode(data.numpy().tobytes())
 

@@ -9,12 +9,14 @@ from dataclasses import dataclass, fields
 class EdgeCounters:
     """Sums over the exchanges of one edge on this rank; bytes without the metadata, times in seconds.
 
-    local_hits: handed over by reference; exposed_s: spent in `Pending.wait`; total_s: from `start` to the result;
-    metadata_s: until all ranks had met and the metadata was known; before, after: sums of max / mean load.
+    local_hits: handed over by reference; direct: written straight into the receivers' memory; exposed_s: spent in
+    `Pending.wait`; total_s: from `start` to the result; metadata_s: until all ranks had met and the metadata was known;
+    before, after: sums of max / mean load.
     """
 
     exchanges: int = 0
     local_hits: int = 0
+    direct: int = 0
     samples_out: int = 0
     bytes_sent: int = 0
     bytes_received: int = 0

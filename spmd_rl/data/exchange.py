@@ -13,8 +13,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 
-from torch import Tensor
-
 from spmd_rl.comm.transport import Transport, TransportError
 from spmd_rl.comm.world import World
 from spmd_rl.data.agreement import NOTHING_KNOWN, Claim, ExchangeError, agree
@@ -23,12 +21,12 @@ from spmd_rl.data.balance import Balance
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.buffers import Arenas
 from spmd_rl.data.counters import EdgeCounters
-from spmd_rl.data.exchange_plan import RankPlan, anything_moves, plan_rank, resolve
+from spmd_rl.data.exchange_plan import Part
 from spmd_rl.data.lane import Lane
 from spmd_rl.data.layout import Layout
-from spmd_rl.data.metadata import Schema
+from spmd_rl.data.movers import Moved, make_mover
 from spmd_rl.observe.metrics import Metrics
-from spmd_rl.ops.segments import as_bytes, copy_segments
+from spmd_rl.ops.segments import as_bytes
 
 
 @dataclass(frozen=True)
@@ -102,7 +100,7 @@ class Coordinator:
         for union in dict.fromkeys(unions):
             channel = transport.open(union)
             if channel is not None:
-                self._lanes[union] = Lane(channel, world.device)
+                self._lanes[union] = Lane(channel, make_mover(channel, self._arenas), world.device)
 
     def start(
         self,
@@ -182,7 +180,8 @@ class Coordinator:
         counters = self.counters[exchange.edge]
         begin = time.perf_counter()
         try:
-            claim = Claim(exchange.describe(), batch, exchange.source, self.world.rank)
+            offer_W = lane.mover.offer(exchange.edge)
+            claim = Claim(exchange.describe(), batch, exchange.source, self.world.rank, offer_W)
             agreed = agree(lane.channel, claim, exchange.source, lane.known.get(exchange.edge, NOTHING_KNOWN))
             lane.known[exchange.edge] = agreed.known
             met = time.perf_counter()
@@ -192,69 +191,30 @@ class Coordinator:
                 )
             except ValueError as fault:  # the same on every rank: it was found in what all have gathered
                 raise ExchangeError(str(fault)) from None
-            plan = plan_rank(
-                agreed.metadata, decision, exchange.source, exchange.target, lane.channel.ranks, self.world.rank,
-                agreed.replicas_hold,
-            )  # fmt: skip
-            moves = anything_moves(decision, agreed.metadata, exchange.source, exchange.target)
-            planned = time.perf_counter()
-            result = self._move(plan, moves, batch, agreed.metadata.schema, lane, counters)
+            part = Part(
+                agreed.metadata, decision, exchange.source, exchange.target, self.world.rank, agreed.replicas_hold
+            )
+            counters.plan_s += time.perf_counter() - met
+            own = [as_bytes(batch[name].values.to(self.world.device).contiguous()) for name in sorted(batch.columns)]
+            moved = lane.mover.move(exchange.edge, part, own, agreed.offers_NW, counters)
         except ExchangeError as error:
             raise ExchangeError(f"{where}: {error}") from None
         except TransportError as error:
             lane.broken = f"{where} failed"
             raise ExchangeError(f"{where} among ranks {list(lane.channel.ranks)}: {error}") from None
         counters.exchanges += 1
-        counters.samples_out += len(result)
         counters.metadata_bytes += agreed.bytes
         counters.metadata_s += met - begin
-        counters.plan_s += planned - met
         counters.before += decision.before
         counters.after += decision.after
+        result = self._result(part, moved, batch, counters)
+        counters.samples_out += len(result)
         return result, decision.assignment
 
-    def _move(
-        self, plan: RankPlan, moves: bool, batch: Batch, schema: Schema, lane: Lane, counters: EdgeCounters
-    ) -> Batch:
-        """Carry out this rank's plan. moves: whether any rank's samples leave it."""
-        own = [as_bytes(batch[name].values.to(self.world.device).contiguous()) for name in sorted(batch.columns)]
-        flight = None
-        if moves:
-            begin = time.perf_counter()
-            outbox = lane.channel.outbox(int(plan.send_N.sum()))
-            copy_segments(own, outbox, plan.pack)
-            packed = time.perf_counter()
-            flight = lane.channel.all_to_all(outbox, plan.send_N, plan.recv_N)
-            counters.copy_s += packed - begin
-            counters.flight_s += time.perf_counter() - packed
-            counters.bytes_sent += int(plan.send_N.sum())
-            counters.bytes_received += int(plan.recv_N.sum())
-        in_place = plan.in_place and plan.share_from is None
-        arena: Tensor | None = None
-        if plan.result is not None and (not in_place or plan.share_with):
-            begin = time.perf_counter()
-            arena = self._arenas.get(plan.result.bytes)
-            copy_segments(own, arena, plan.keep)  # while the messages are under way
-            counters.copy_s += time.perf_counter() - begin
-            counters.bytes_local += int(plan.keep[3].sum())
-        if flight is not None:
-            begin = time.perf_counter()
-            inbox = flight.wait()
-            arrived = time.perf_counter()
-            if arena is not None and plan.share_from is None:
-                copy_segments(inbox.sources, arena, resolve(plan.unpack, inbox.source_N, inbox.start_N))
-            counters.flight_s += arrived - begin
-            counters.copy_s += time.perf_counter() - arrived
-        if plan.result is None:
+    def _result(self, part: Part, moved: Moved, batch: Batch, counters: EdgeCounters) -> Batch:
+        if moved.result is None:
             return Batch.empty()
-        if plan.share_with and arena is not None and arena.numel():
-            lane.channel.send(arena, plan.share_with)
-            counters.bytes_sent += arena.numel() * len(plan.share_with)
-        if plan.share_from is not None and arena is not None and arena.numel():
-            lane.channel.receive(arena, plan.share_from)
-            counters.bytes_received += arena.numel()
-        if in_place:
+        if part.in_place:
             counters.local_hits += 1
-            return batch if batch.columns else Batch(batch.ids, schema.empty(self.world.device))
-        assert arena is not None
-        return plan.result.batch(arena)
+            return batch if batch.columns else Batch(batch.ids, part.metadata.schema.empty(self.world.device))
+        return moved.result.batch(moved.memory)

@@ -14,6 +14,7 @@ import torch
 from spmd_rl.comm.transport import Channel
 from spmd_rl.data.agreement import ExchangeError, Known
 from spmd_rl.data.batch import Batch
+from spmd_rl.data.movers import Mover
 
 
 class Lane:
@@ -24,8 +25,9 @@ class Lane:
     which cost more than a small exchange.
     """
 
-    def __init__(self, channel: Channel, device: torch.device) -> None:
+    def __init__(self, channel: Channel, mover: Mover, device: torch.device) -> None:
         self.channel = channel
+        self.mover = mover
         self.known: dict[str, Known] = {}  # by edge
         self.broken: str | None = None  # why nothing can be run any more
         self._device = device

@@ -1,11 +1,12 @@
 """What every rank of an exchange learns about every sample: its identity, where it lies, how long its rows are.
 
-Two rounds. A *header* of eight words per rank tells counts and digests, so that a disagreement or a local fault is
+Two rounds. A *header* of twelve words per rank tells counts and digests, so that a disagreement or a local fault is
 known to all before anything else is sent. Then the *rows*: 24 bytes of identity and 4 bytes per column for a sample.
 """
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -53,9 +54,10 @@ class Schema:
             if values.layout != torch.strided or values.dtype not in _NAME_OF:
                 raise ValueError(f"column {name!r} holds {values.dtype} ({values.layout}), which cannot be sent")
             columns.append((name, _NAME_OF[values.dtype], tuple(values.shape[1:])))
-        return cls(tuple(columns))
+        return _schema(tuple(columns))
 
-    def encode(self) -> bytes:
+    @cached_property
+    def encoded(self) -> bytes:
         return json.dumps(self.columns).encode()
 
     @classmethod
@@ -64,7 +66,7 @@ class Schema:
 
     @cached_property
     def digest(self) -> int:
-        return digest(self.encode())
+        return digest(self.encoded)
 
     @cached_property
     def row_bytes(self) -> Int64:
@@ -80,6 +82,12 @@ class Schema:
         }
 
 
+@functools.lru_cache(maxsize=256)
+def _schema(columns: tuple[tuple[str, str, tuple[int, ...]], ...]) -> Schema:
+    """One object for equal columns: what is derived from them is derived once."""
+    return Schema(columns)
+
+
 @dataclass(frozen=True)
 class Header:
     """One rank's first message. `static`: digest of what the rank believes it is doing; `ids`: of its identities."""
@@ -92,18 +100,17 @@ class Header:
     ids: int = 0
     fault: int = 0  # 1: this rank has found a fault of its own and will tell it next
 
-    def encode(self) -> Int64:
-        return np.array(
-            [self.static, self.samples, self.columns, self.schema, self.schema_bytes, self.ids, self.fault, 0],
-            dtype=np.int64,
-        )
+    def encode(self, offer_W: Int64) -> Int64:
+        words = [self.static, self.samples, self.columns, self.schema, self.schema_bytes, self.ids, self.fault, 0]
+        return np.array([*words, *offer_W], dtype=np.int64)
 
     @classmethod
     def decode(cls, words_8: Int64) -> Header:
         return cls(*words_8[:7].tolist())
 
 
-HEADER_WORDS = 8
+OFFER = slice(8, 12)  # words of the header: memory that others may write results into (`buffers.Lease`)
+HEADER_WORDS = 12
 
 
 @dataclass(frozen=True)
@@ -134,20 +141,24 @@ class Metadata:
 
 def encode_rows(batch: Batch) -> NDArray[np.uint8]:
     """uint8 [S * row_stride(C)]. Raises ValueError where lengths and values of a column disagree."""
-    samples = len(batch)
-    words = np.empty((samples, 6 + len(batch.columns)), dtype=np.int32)
+    samples, names = len(batch), sorted(batch.columns)
+    words = np.empty((samples, 6 + len(names)), dtype=np.int32)
     words[:, :6] = np.ascontiguousarray(batch.ids.numpy()).view(np.int32).reshape(samples, 6)
-    for place, (name, column) in enumerate(sorted(batch.columns.items())):
-        lengths = column.lengths.numpy()
+    lengths_CS = np.empty((len(names), samples), dtype=np.int64)
+    for lengths_S, name in zip(lengths_CS, names, strict=True):
+        lengths = batch.columns[name].lengths
         if len(lengths) != samples:
             raise ValueError(f"column {name!r} has {len(lengths)} lengths for {samples} samples")
-        if samples and (lengths.min() < 0 or lengths.max() > LONGEST_ROW):
-            raise ValueError(f"column {name!r} has a row of length {lengths.min()} or {lengths.max()}; 0..2^31-1 fit")
-        if int(lengths.sum()) != column.values.shape[0]:
-            raise ValueError(
-                f"column {name!r} holds {column.values.shape[0]} values, but its lengths add up to {lengths.sum()}"
-            )
-        words[:, 6 + place] = lengths
+        lengths_S[:] = lengths.numpy()
+    if lengths_CS.size and not 0 <= lengths_CS.min() <= lengths_CS.max() <= LONGEST_ROW:
+        place = int(np.flatnonzero((lengths_CS.min(axis=1) < 0) | (lengths_CS.max(axis=1) > LONGEST_ROW))[0])
+        shortest, longest = lengths_CS[place].min(), lengths_CS[place].max()
+        raise ValueError(f"column {names[place]!r} has a row of length {shortest} or {longest}; 0..2^31-1 fit")
+    for total, name in zip(lengths_CS.sum(axis=1).tolist(), names, strict=True):
+        held = batch.columns[name].values.shape[0]
+        if total != held:
+            raise ValueError(f"column {name!r} holds {held} values, but its lengths add up to {total}")
+    words[:, 6:] = lengths_CS.T
     return words.reshape(-1).view(np.uint8)
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 BUILD = "pip install --no-build-isolation -e ."
+OPERATORS = ("copy_segments", "copy_slices", "deliver", "lay_out", "meet", "partition")
 log = logging.getLogger(__name__)
 
 
@@ -17,8 +18,8 @@ log = logging.getLogger(__name__)
 def built() -> bool:
     """Whether `torch.ops.spmd_rl.*` are there; loads them at the first call.
 
-    Without them results are the same, only slower: one warning per process says how to build them. Raises
-    RuntimeError where a library is there but does not load (made for another torch).
+    Without them, or with those of an older version, results are the same, only slower: one warning per process says
+    how to build them. Raises RuntimeError where a library is there but does not load (made for another torch).
     """
     libraries = sorted(Path(__file__).parent.glob("_kernels*.so"))
     if not libraries:
@@ -29,6 +30,11 @@ def built() -> bool:
     except OSError as error:
         problem = f"{libraries[0].name} does not load into torch {torch.__version__} ({error})"
         raise RuntimeError(f"{problem}; build it again: {BUILD}") from None
+    missing = [name for name in OPERATORS if not hasattr(torch.ops.spmd_rl, name)]
+    if missing:
+        older = f"{libraries[0].name} is older than this version (no {missing[0]})"
+        log.warning("%s: the (slower) torch reference serves; build it again with `%s`", older, BUILD)
+        return False
     _register_shapes()
     return True
 
@@ -51,6 +57,15 @@ def _register_shapes() -> None:
     @torch.library.register_fake("spmd_rl::copy_slices")
     def _(sources: list[Tensor], targets: list[Tensor], slices: Tensor, stream: int = 0) -> None:
         return None
+
+    @torch.library.register_fake("spmd_rl::deliver")
+    def _(columns: list[Tensor], targets: list[Tensor], lengths: Tensor, bytes: Tensor, to: Tensor, at: Tensor) -> None:
+        return None
+
+    @torch.library.register_fake("spmd_rl::lay_out")
+    def _(lengths: Tensor, row_bytes: Tensor, order: Tensor, bins_of: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+        columns = lengths.shape[1]
+        return lengths.new_empty(order.shape[0], columns), lengths.new_empty(bins, columns + 1)
 
     @torch.library.register_fake("spmd_rl::meet")
     def _(counter: Tensor, expected: int, seconds: float) -> bool:

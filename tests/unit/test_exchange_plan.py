@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from spmd_rl.data.assignment import Assignment, assign, contiguous_slots, identity_order
 from spmd_rl.data.balance import Balance, imbalance
 from spmd_rl.data.batch import Batch
-from spmd_rl.data.exchange_plan import RankPlan, plan_rank
+from spmd_rl.data.exchange_plan import Messages, Part, plan_messages
 from spmd_rl.data.layout import Layout
 from spmd_rl.data.metadata import Schema, decode_rows, encode_rows
 from tests.exchanges import COLUMNS, make_samples, same_bytes, virtual_exchange
@@ -99,7 +99,7 @@ def test_random_exchanges_deliver_every_byte(
         follow = assignment
 
 
-def check_bytes(plans: dict[int, RankPlan], everything: Batch) -> None:
+def check_bytes(plans: dict[int, Messages], everything: Batch) -> None:
     """Payload is what the columns hold, with less than 16 bytes of alignment per column and message."""
     held = sum(column.values.numel() * column.values.element_size() for column in everything.columns.values())
     sent = sum(int(plan.send_N.sum()) for plan in plans.values())
@@ -230,7 +230,7 @@ def test_bytes_per_rank_and_plan_time_do_not_grow_with_the_world() -> None:
         metadata = decode_rows(rows.reshape(-1), schema, np.full(world, per_rank))
         decision = assign(metadata, layout, layout, Balance(keep_groups=False, slack=1.0), ("response",), None)
         plans = [
-            plan_rank(metadata, decision, layout, layout, layout.ranks, rank, True)
+            plan_messages(Part(metadata, decision, layout, layout, rank, True), layout.ranks)
             for rank in {0, world // 2, world - 1}
         ]
         held = float(lengths.sum()) * 4 / world

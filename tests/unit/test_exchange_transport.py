@@ -15,7 +15,7 @@ import torch
 from spmd_rl.comm.board import Board
 from spmd_rl.comm.rollcall import RollCall
 from spmd_rl.comm.scratch import Scratch
-from spmd_rl.comm.shared import Segment, SharedMemoryChannel, map_peer, share_memory
+from spmd_rl.comm.shared import MappedPeers, Segment, SharedMemoryChannel, map_peer, share_memory
 from spmd_rl.comm.transport import Channel, TransportError, make_transport
 from spmd_rl.comm.transport_torch import _overlap
 from spmd_rl.comm.world import World
@@ -54,10 +54,10 @@ class Alone:
 
 
 def test_shared_memory_is_used_only_where_every_rank_can_read_it() -> None:
-    assert isinstance(share_memory(cast(Channel, Alone([])), 0, 5.0), SharedMemoryChannel)
+    assert isinstance(share_memory(cast(Channel, Alone([])), 0, 5.0, MappedPeers()), SharedMemoryChannel)
     for stranger in ([2**22 - 3, 5, 1, 6], [os.getpid(), 0, 1, 1], [1, 10**6, 1, 2]):
         channel = Alone([stranger])
-        assert share_memory(cast(Channel, channel), 0, 5.0) is channel
+        assert share_memory(cast(Channel, channel), 0, 5.0, MappedPeers()) is channel
 
 
 def test_a_segment_is_seen_by_whoever_maps_it_and_ends_with_its_owner() -> None:
@@ -98,6 +98,37 @@ def test_a_block_comes_back_when_its_last_view_is_gone() -> None:
     del view
     assert arenas.get(90_000).data_ptr() == where and arenas.allocated == 2
     assert arenas.get(0).numel() == 0
+
+
+def test_a_lease_is_found_by_its_words_and_what_is_dropped_gives_its_memory_back() -> None:
+    arenas, peers = Arenas(torch.device("cpu")), MappedPeers()
+    leases = [arenas.lease(70_000 * (1 + number)) for number in range(9)]
+    mapped = [peers.block(lease.words_W) for lease in leases]
+    for number, (lease, block) in enumerate(zip(leases, mapped, strict=True)):
+        assert lease.data.numel() == block.numel() and lease.data.data_ptr() != block.data_ptr()
+        block[number] = 7
+        assert int(lease.data[number]) == 7
+    files = [f"/proc/{lease.words_W[0]}/fd/{lease.words_W[1]}" for lease in leases]
+    sizes = [os.stat(file).st_size for file in files]
+    del lease
+    leases.clear()
+    held = [os.stat(file).st_size if os.path.exists(file) else 0 for file in files]
+    assert held == [0, *sizes[1:]]  # eight idle blocks are kept; the smallest is empty, or closed already
+    assert peers.block(arenas.lease(sizes[8]).words_W).data_ptr() == mapped[8].data_ptr()
+
+
+def test_a_block_that_is_gone_is_not_taken_for_another() -> None:
+    peers, first = MappedPeers(), Segment(1 << 16)
+    words = first.words()
+    peers.block(words)[0] = 1
+    del first
+    second = Segment(1 << 16)
+    assert second.words()[1] == words[1]  # the descriptor is used again
+    assert int(peers.block(second.words())[0]) == 0
+    third = words.copy()
+    third[1:3] = 10**6, 1
+    with pytest.raises(OSError):
+        peers.block(third)
 
 
 def test_without_a_meeting_point_nobody_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:

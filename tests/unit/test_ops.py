@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from spmd_rl.ops.library import built
 from spmd_rl.ops.padded import pad, unpad
 from spmd_rl.ops.partition import partition, partition_reference
+from spmd_rl.ops.rows import deliver, deliver_reference, lay_out, lay_out_reference
 from spmd_rl.ops.segments import copy_segments, copy_segments_reference
 from spmd_rl.ops.slices import copy_slices, copy_slices_reference
 
@@ -200,6 +201,91 @@ def test_partition_equals_the_reference(costs: list[float], slots: int, equal_co
     assert slot_N.tolist() == partition_reference(costs_N, slots, equal_counts).tolist()
 
 
+def random_rows(rng: np.random.RandomState) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]:
+    """Lengths, bytes of a unit, an order of some of the samples, their bins (some in none), how many there are."""
+    samples, columns, bins = rng.randint(0, 20), rng.randint(0, 5), rng.randint(1, 6)
+    lengths = rng.choice([0, 1, 3, 40, 3000], (samples, columns)).astype(np.int64)
+    order = rng.permutation(samples)[: rng.randint(0, samples + 1)]
+    return (
+        lengths,
+        rng.choice([0, 1, 2, 4, 8, 24], columns).astype(np.int64),
+        order,
+        rng.randint(-1, bins, len(order)),
+        bins,
+    )
+
+
+@kernels
+@settings(max_examples=200, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_rows_are_laid_out_as_by_the_reference_and_do_not_overlap(seed: int) -> None:
+    lengths, row_bytes, order, bin_of, bins = random_rows(np.random.RandomState(seed))
+    places, starts = lay_out(lengths, row_bytes, order, bin_of, bins)
+    slow = lay_out_reference(lengths, row_bytes, order, bin_of, bins)
+    assert np.array_equal(places, slow[0]) and np.array_equal(starts, slow[1])
+    for number in range(bins):
+        touched = np.zeros(int(starts[number, -1]), dtype=np.int64)
+        for row, place in zip(order[bin_of == number], places[bin_of == number], strict=True):
+            for begin, size in zip(place.tolist(), (lengths[row] * row_bytes).tolist(), strict=True):
+                touched[begin : begin + size] += 1
+        assert touched.max(initial=0) <= 1 and (starts[number] % 16 == 0).all()
+        assert int(touched.sum()) == int((lengths[order[bin_of == number]] * row_bytes).sum())
+    assert (places[bin_of < 0] == -1).all()
+
+
+@kernels
+@settings(max_examples=100, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), threads=st.sampled_from([1, 3]))
+def test_rows_are_delivered_as_by_the_reference_and_nothing_else_is_touched(seed: int, threads: int) -> None:
+    rng = np.random.RandomState(seed)
+    lengths, row_bytes, _, _, bins = random_rows(rng)
+    order, bin_of = rng.permutation(len(lengths)), rng.randint(-1, bins, len(lengths))
+    columns = [noise(int(size), seed % 1000) for size in (lengths * row_bytes).sum(axis=0)]
+    places, starts = lay_out(lengths, row_bytes, order, bin_of, bins)
+    target_S, place_SC = np.empty_like(bin_of), np.empty_like(places)
+    target_S[order], place_SC[order] = bin_of, places
+    ours, theirs = ([torch.full((int(size) + 8,), 0xEE, dtype=torch.uint8) for size in starts[:, -1]] for _ in range(2))
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        deliver(columns, ours, lengths, row_bytes, target_S, place_SC)
+    finally:
+        torch.set_num_threads(before)
+    deliver_reference(columns, theirs, lengths, row_bytes, target_S, place_SC)
+    assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
+    moved = sum(int((lengths[row] * row_bytes).sum()) for row in np.flatnonzero(target_S >= 0))
+    assert moved == 0 or any((block != 0xEE).any() for block in ours)
+
+
+@pytest.mark.parametrize("copy", [pytest.param(deliver, marks=kernels), deliver_reference])
+@pytest.mark.parametrize(
+    ("length", "target", "place", "where"),
+    [
+        (11, 0, 0, "row 0 lies outside column 0"),
+        (-1, 0, 0, "row 0 lies outside column 0"),
+        (4, 1, 0, "goes to target 1 of 1"),
+        (4, 0, 5, "lies outside target 0"),
+        (4, 0, -1, "lies outside target 0"),
+    ],
+)
+def test_rows_outside_are_refused_and_nothing_is_copied(copy, length: int, target: int, place: int, where: str) -> None:
+    block, one = torch.zeros(8, dtype=torch.uint8), np.array([[length]])
+    good, to = np.array([[2], [length]]), np.array([0, target])
+    with pytest.raises(RuntimeError, match=where):
+        copy([noise(10, 0)], [block], one, np.array([1]), np.array([target]), np.array([[place]]))
+    with pytest.raises(RuntimeError):
+        copy([noise(10, 0)], [block], good, np.array([1]), to, np.array([[0], [place if place else 99]]))
+    assert not block.any()
+
+
+@pytest.mark.parametrize("place", [pytest.param(lay_out, marks=kernels), lay_out_reference])
+def test_samples_and_bins_that_do_not_exist_are_refused(place) -> None:
+    lengths, ones = np.ones((2, 1), dtype=np.int64), np.ones(1, dtype=np.int64)
+    for order, bin_of in (([2], [0]), ([-1], [0]), ([0], [3])):
+        with pytest.raises(RuntimeError):
+            place(lengths, ones, np.array(order), np.array(bin_of), 3)
+
+
 @kernels
 def test_operators_keep_their_promises_to_torch() -> None:
     table = torch.tensor([[0, 0, 0, 4]]).T.contiguous()
@@ -207,6 +293,10 @@ def test_operators_keep_their_promises_to_torch() -> None:
     torch.library.opcheck(torch.ops.spmd_rl.copy_segments.default, ([noise(8, 0)], target, table, 0))
     slices = torch.tensor([[0, 0, 4, 0, 0, 4, 2, 4]]).T.contiguous()
     torch.library.opcheck(torch.ops.spmd_rl.copy_slices.default, ([torch.rand(8)], [torch.zeros(8)], slices, 0))
+    lengths, two = torch.tensor([[2], [3]]), torch.tensor([0, 1])
+    torch.library.opcheck(torch.ops.spmd_rl.lay_out.default, (lengths, two[1:], two, two, 2))
+    columns, places = [noise(5, 0)], torch.tensor([[0], [2]])
+    torch.library.opcheck(torch.ops.spmd_rl.deliver.default, (columns, [target], lengths, two[1:], two * 0, places))
     torch.library.opcheck(torch.ops.spmd_rl.partition.default, (torch.rand(9).double(), 3, False))
 
 

@@ -81,11 +81,25 @@ for turn in range(200):
     slices = torch.tensor([[0, 0, columns + 3, 0, 0, columns, rows, columns]]).T.contiguous()
     ops.copy_slices([values], [packed], slices)
     assert torch.equal(packed, values[:, :columns].to(torch.bfloat16))
+    length = torch.randint(0, 900, (rng.randint(0, 9), 2)); unit = torch.tensor([1, 8])
+    order, bins = torch.randperm(len(length)), torch.randint(-1, 3, (len(length),))
+    columns = [torch.randint(0, 256, (int(n),), dtype=torch.uint8) for n in (length * unit).sum(0)]
+    places, starts = ops.lay_out(length, unit, order, bins, 3)
+    blocks = [torch.zeros(int(n), dtype=torch.uint8) for n in starts[:, -1]]
+    back = order.argsort()
+    ops.deliver(columns, blocks, length, unit, bins[back].contiguous(), places[back].contiguous())
     slots = ops.partition(torch.rand(rng.randint(0, 300), dtype=torch.float64), rng.randint(1, 9), turn % 2 == 0)
 for bad in ([0, 0, 1, 40000], [0, 1, 0, 40000], [1, 0, 0, 1], [0, -1, 0, 1]):
     try:
         nine = torch.zeros(9, dtype=torch.uint8)
         ops.copy_segments([nine], nine.clone(), torch.tensor([bad]).T.contiguous())
+    except RuntimeError:
+        continue
+    raise SystemExit(f"accepted {bad}")
+for bad in ((10, 0, 0), (-1, 0, 0), (4, 1, 0), (4, 0, 6), (4, 0, -1), (4, 0, 2**63 - 2)):
+    try:
+        nine, one = torch.zeros(9, dtype=torch.uint8), torch.ones(1, dtype=torch.int64)
+        ops.deliver([nine], [nine.clone()], one[None] * bad[0], one, one * bad[1], one[None] * bad[2])
     except RuntimeError:
         continue
     raise SystemExit(f"accepted {bad}")

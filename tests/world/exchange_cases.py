@@ -17,7 +17,7 @@ from spmd_rl.data.exchange import Coordinator
 from spmd_rl.data.layout import Layout
 from spmd_rl.observe.metrics import Metrics
 from tests.exchanges import COLUMNS, make_samples, same_bytes
-from tests.world.exchange_faults import faults
+from tests.world.exchange_faults import faults, unwritable
 
 SampleId = tuple[int, int, int]
 
@@ -64,6 +64,7 @@ def everything(world: World, transport: str, counts: dict[str, int]) -> dict[str
         "random": random_exchanges(world, transport, counts, seed=world.size),
         "diamond": diamond(world, transport),
         "faults": faults(world, transport),
+        "unwritable": unwritable(world, transport),
     }
 
 
@@ -110,8 +111,9 @@ def _random_exchanges(
     channel = type(next(iter(coordinator._lanes.values())).channel).__name__
     sent = sum(c.bytes_sent for c in coordinator.counters.values())
     hits = sum(c.local_hits for c in coordinator.counters.values())
+    direct = sum(c.direct for c in coordinator.counters.values())
     coordinator.close()
-    return {"exchanges": done, "sent": sent, "hits": hits, "channel": channel}
+    return {"exchanges": done, "sent": sent, "hits": hits, "direct": direct, "channel": channel}
 
 
 def uneven(world: World, coordinator: Coordinator, everyone: Layout) -> None:

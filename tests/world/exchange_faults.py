@@ -5,16 +5,17 @@ from __future__ import annotations
 import os
 import time
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 
-from spmd_rl.comm.transport import make_transport
+from spmd_rl.comm.transport import Peers, make_transport
 from spmd_rl.comm.world import World
 from spmd_rl.data.balance import Balance
 from spmd_rl.data.batch import Batch, Column
 from spmd_rl.data.exchange import Coordinator, ExchangeError
 from spmd_rl.data.layout import Layout
+from spmd_rl.data.movers import ByMemory
 from tests.exchanges import COLUMNS, make_samples, same_bytes
 
 SIMPLE = {"prompt": COLUMNS["prompt"], "version": COLUMNS["version"]}
@@ -57,6 +58,32 @@ def faults(world: World, transport: str) -> dict[str, Any]:
     assert same_bytes(result, make_samples(wanted, SIMPLE))
     coordinator.close()
     return heard
+
+
+def unwritable(world: World, transport: str) -> dict[str, str]:
+    """The last rank cannot map what the others offer: all must hear of it, and not by waiting. What a late peer might
+    still write to is not used again."""
+    everyone = Layout(tuple(range(world.size)))
+    coordinator = Coordinator(world, make_transport(transport, world), [(everyone, everyone)])
+    mover = coordinator._lanes[everyone.ranks].mover
+    assert isinstance(mover, ByMemory)
+    if world.rank == world.size - 1:
+        mover._peers = cast(Peers, NoPeers())
+    heard = {}
+    for name in ("first", "again"):
+        try:
+            batch = make_samples([(0, p, world.rank) for p in range(8)], SIMPLE)
+            coordinator.start(0, name, batch, everyone, everyone, Balance(), "prompt").wait()
+        except ExchangeError as error:
+            heard[name] = str(error)
+    assert [lease.data.numel() > 0 for lease in mover._unsafe] == [True]
+    coordinator.close()
+    return heard
+
+
+class NoPeers:
+    def block(self, words_W: Any) -> torch.Tensor:
+        raise OSError("not permitted")
 
 
 def absent_peer(world: World, transport: str, patience_s: float) -> dict[str, Any]:

@@ -35,6 +35,7 @@ def test_random_exchanges_deliver_every_byte(ranks: list[dict[str, Any]]) -> Non
             found = rank["random"][kind]
             assert found["exchanges"] == count and found["sent"] > 0 and found["hits"] > 0
             assert (found["channel"] == "SharedMemoryChannel") == (kind == "shared")
+            assert (found["direct"] > 10) == (kind == "shared")  # the bytes went straight to their place
 
 
 def test_a_diamond_joins_each_sample_with_its_own_columns(ranks: list[dict[str, Any]]) -> None:
@@ -80,6 +81,13 @@ def test_faults_are_named_on_every_rank_and_leave_the_channel_usable(ranks: list
     assert "not in the source" in heard["outside"]
     assert "(0, 3, 0) is missing" in heard["follow"]
     assert all("exchange 'e' of step" in text for text in heard.values())
+
+
+def test_memory_that_one_rank_cannot_write_to_ends_the_exchange_on_all(ranks: list[dict[str, Any]]) -> None:
+    for rank, found in enumerate(ranks):
+        who = "rank 3 cannot write into the others' memory: not permitted" if rank == 3 else "ranks [3] cannot write"
+        assert f"exchange 'first' of step 0 among ranks [0, 1, 2, 3]: {who}" in found["unwritable"]["first"]
+        assert "unusable since exchange 'first' of step 0 failed" in found["unwritable"]["again"]
 
 
 @pytest.mark.parametrize(("transport", "launcher"), TRANSPORTS)

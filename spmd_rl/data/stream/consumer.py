@@ -168,7 +168,7 @@ class Consumer:
 
     def _agree_on_columns(self) -> Schema:
         """The columns of the first trainer that has seen any; some may have none of the first groups."""
-        own = next((schema.encode() for schema in self._schemas.values()), b"")
+        own = next((schema.encoded for schema in self._schemas.values()), b"")
         if self._channel is None:
             return Schema.decode(own)
         sizes = self._channel.all_gather(np.array([len(own)], dtype=np.int64))[:, 0]

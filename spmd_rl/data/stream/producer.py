@@ -66,7 +66,7 @@ class Producer:
         number = self._schemas.get(schema.digest)
         if number is None:
             number = self._schemas[schema.digest] = len(self._schemas)
-            text = torch.frombuffer(bytearray(schema.encode()), dtype=torch.uint8)
+            text = torch.frombuffer(bytearray(schema.encoded), dtype=torch.uint8)
             messages.append((Message(Kind.SCHEMA, text.numel(), schema=number), text))
         note = torch.frombuffer(bytearray(pickle.dumps(metrics)), dtype=torch.uint8)
         messages.append((Message(Kind.METRICS, note.numel(), group=group), note))
