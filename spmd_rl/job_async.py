@@ -110,7 +110,9 @@ def share(job: World, **facts: Any) -> dict[str, Any]:
 def meet(job: World, config: Config, **facts: Any) -> Start:
     """Trainers bring `done` and `frontier`, replicas `epoch_length`."""
     known = share(job, **facts)
-    rounds = Rounds(known["epoch_length"], config.train.prompts_per_step, config.train.steps, config.data.epochs)
-    stream = config.stream
+    steps, stream = config.train.steps, config.stream
+    if config.algorithm.dynamic_sampling:
+        steps *= config.algorithm.dynamic_sampling_tries  # rounds that are drawn at most
+    rounds = Rounds(known["epoch_length"], config.train.prompts_per_step, steps, config.data.epochs)
     window = Window(rounds, stream.staleness, stream.surplus, waits=stream.on_stale == "wait")
     return Start(window, known["done"], known["frontier"])

@@ -18,8 +18,10 @@ from spmd_rl.data.loader import Position, PromptLoader
 from spmd_rl.data.stream.admission import Starts
 from spmd_rl.data.stream.channel import Bell, open_ends
 from spmd_rl.data.stream.producer import Producer
+from spmd_rl.data.stream.selection import SelectingStarts
 from spmd_rl.engines.rollout.lead import Lead, follow
 from spmd_rl.graph.groups import GroupRun
+from spmd_rl.graph.roles import ACCEPTED
 from spmd_rl.graph.stage import BuildContext, Context
 from spmd_rl.job_async import Cast, Start, meet, share
 from spmd_rl.observe.metrics import Metrics
@@ -144,7 +146,10 @@ class Replica:
         config, made, number = self.config, self.cast, self.number
         bell = Bell()
         inlet, outlet = open_ends(config.comm, self.job, made.roles.train[made.home(number)], number, bell)
-        starts = Starts(start.window, number, len(made.replicas), start.frontier)
+        share = start.window, number, len(made.replicas), start.frontier
+        starts: Starts = Starts(*share)
+        if config.algorithm.dynamic_sampling:
+            starts = SelectingStarts(*share, config.train.prompts_per_step, start.done)
         self.producer = Producer(
             starts,
             int(config.stream.limit_mib * 2**20),
@@ -205,7 +210,10 @@ class Replica:
         through = [group for group, running in self._running.items() if running.run.advance()]
         for group in through:
             run = self._running.pop(group).run
-            self.producer.deliver(group, run.batch, run.context.metrics)
+            batch = run.batch
+            if ACCEPTED in batch:
+                batch = batch.select(batch[ACCEPTED].as_scalars().nonzero().flatten())
+            self.producer.deliver(group, batch, run.context.metrics)
         return bool(through)
 
     def _context(self, group: int) -> Context:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -16,14 +16,16 @@ from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.stream.admission import Frontier
 from spmd_rl.data.stream.channel import Bell, open_ends
-from spmd_rl.data.stream.consumer import Consumer
+from spmd_rl.data.stream.consumer import Consumer, Portion
 from spmd_rl.data.stream.ledger import Ledger
+from spmd_rl.data.stream.selection import SelectingLedger, TooFew
 from spmd_rl.data.stream.store import Store
 from spmd_rl.graph.roles import SOURCE
 from spmd_rl.graph.stage import rank_spans
 from spmd_rl.job import Job
-from spmd_rl.job_async import Cast, meet, share
+from spmd_rl.job_async import Cast, Start, meet, share
 from spmd_rl.observe.metrics import Metrics
+from spmd_rl.recipes.dynamic import TooFewGroups
 from spmd_rl.recipes.evaluate import RECORDED, results
 from spmd_rl.weights.publish import Publisher
 
@@ -68,11 +70,12 @@ class TrainerJob(Job):
 
     def _facts(self) -> dict[str, object]:
         config, roles = self.config, self._cast.roles
+        per_step = config.train.prompts_per_step
         return {
             "launch of the trainers": describe(self.world),
             "roles": f"ranks {rank_spans(roles.train)} train, ranks {rank_spans(roles.rollout)} draw",
-            "groups drawn ahead at most": config.train.prompts_per_step
-            + (config.stream.surplus or config.train.prompts_per_step * config.stream.staleness),
+            "groups drawn ahead at most": per_step * (1 + config.algorithm.dynamic_sampling)
+            + (config.stream.surplus or per_step * config.stream.staleness),
             **derived_sizes(config, len(roles.rollout)),
         }
 
@@ -93,17 +96,26 @@ class TrainerJob(Job):
             self.consumer = Consumer(
                 self.world,
                 transport.open(range(self.world.size)) if self.world.size > 1 else None,
-                Ledger(start.window, start.frontier),
+                self._ledger(start),
                 Store(made.halves.columns, self.world.rank),
                 lines,
                 bell,
                 replicas=len(heads),
                 limit_s=config.comm.stage_timeout_s,
+                updates=config.train.updates_per_step,
             )
             self.publisher = Publisher(
                 job, self.world, made.replicas, config.comm.transport, config.comm.stage_timeout_s
             )
             self._publish(self.done)
+
+    def _ledger(self, start: Start) -> Ledger | SelectingLedger:
+        wanted = self.config.train.prompts_per_step
+        if self.config.algorithm.dynamic_sampling:
+            tries = self.config.algorithm.dynamic_sampling_tries
+            self.ledger = SelectingLedger(start.window, start.frontier, wanted, start.done, tries)
+            return self.ledger
+        return Ledger(start.window, start.frontier)
 
     def _train(self, step: int) -> tuple[Batch, Metrics]:
         """Train on the groups of `step` as they come, then publish the weights."""
@@ -113,17 +125,33 @@ class TrainerJob(Job):
         kept: list[Batch] = []
         while True:
             with self.stage("wait", step):
-                portion = next(portions, None)
+                portion = self._next_of(portions)
             if portion is None:
                 break
             self.source.claimed = portion.batch
             samples, _ = self.runner.step(step, RECORDED, portion.last, metrics)
             kept.append(samples)
+        if config.algorithm.dynamic_sampling:
+            metrics.set("dynamic/rounds", self.ledger.drawn)
+            metrics.set("dynamic/waiting", len(self.ledger))
         self.source.claimed = Batch.empty()
         self.source.frontier = self.consumer.acknowledge()
         with self.stage("publish", step):
             self._publish(step)
         return Batch.concat([samples for samples in kept if len(samples)]), metrics
+
+    def _next_of(self, portions: Iterator[Portion]) -> Portion | None:
+        try:
+            return next(portions, None)
+        except TooFew as few:
+            wanted = self.config.train.prompts_per_step
+            raise TooFewGroups(
+                f"dynamic sampling: after {few.rounds} rounds of {wanted} prompts, {few.found} of the {wanted} groups "
+                "wanted have rewards that differ. The task is too hard or too easy, the reward is constant, or "
+                "train.samples_per_prompt is too small; a new start goes on from here with larger "
+                "algorithm.dynamic_sampling_tries",
+                Batch.empty(),
+            ) from None
 
     def _publish(self, version: int) -> None:
         self.publisher.publish(self.engines["actor"].named_weights, version)
@@ -131,7 +159,7 @@ class TrainerJob(Job):
             self.publisher.wait(version)
 
     def _exhausted(self) -> bool:
-        return self.done >= self._start.window.rounds.count
+        return self.source.frontier.next >= self._start.window.rounds.groups
 
     def _evaluate(self) -> None:
         """The replicas answer, with the weights of now; the trainers wait for them and judge."""

@@ -122,6 +122,13 @@ class PromptLoader:
         """What `batch` gives at `position`; moves nothing."""
         return self._start(position, slot, slots).result()
 
+    def places(self, position: Position, slot: int, slots: int) -> dict[int, int]:
+        """Prompt number → its place in the epoch, of the prompts that `batch_at` gives."""
+        count = min(self._config.train.prompts_per_step, self.epoch_length - position.cursor)
+        first, last = (position.cursor + place * count // slots for place in (slot, slot + 1))
+        numbers = self._order.prompts(position.epoch, first, last).tolist()
+        return {number: first + i for i, number in enumerate(numbers)}
+
     def after(self, position: Position) -> Position:
         """The position one step on."""
         cursor = position.cursor + self._config.train.prompts_per_step

@@ -16,7 +16,7 @@ from torch.distributed import ProcessGroup
 
 from spmd_rl.data.batch import Batch, Column
 
-Key = tuple[int, int, int]  # epoch, the loader's cursor when the group was drawn, prompt index: oldest first
+Key = tuple[int, int, int]  # epoch, the prompt's place in it, prompt index: oldest first
 CURSOR = "cursor"  # column, int64 scalar per sample: the second part of the key
 
 

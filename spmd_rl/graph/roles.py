@@ -14,6 +14,7 @@ from spmd_rl.graph.stage import Context, EngineSpec, Placement, Stage, StageOutp
 
 TRAIN, ROLLOUT = "train", "rollout"
 AGES = ("version", "versions")  # of the oldest token of a sample; of all its tokens, where a stage tells them
+ACCEPTED = "accepted"  # where a stage that draws makes it: whether a sample is of use; those that are not stay there
 SOURCE = "stream"  # the trainers' first stage: the samples that have come
 
 

@@ -40,8 +40,16 @@ def check_async(config: Config) -> None:
             f"algorithm.advantage={algorithm.advantage} compares the samples of a whole step, but with mode=async "
             "groups come one by one: set stream.train_on=step, or choose an advantage within the group, as grpo or rloo"
         )
-    if algorithm.dynamic_sampling:
-        raise UserError("algorithm.dynamic_sampling fills whole steps in rounds: not there yet with mode=async")
+    if algorithm.dynamic_sampling and stream.surplus:
+        raise UserError(
+            f"stream.surplus={stream.surplus} lets other groups go first, but algorithm.dynamic_sampling trains on "
+            "them in their order: leave one out"
+        )
+    if algorithm.dynamic_sampling and stream.on_stale != "wait":
+        raise UserError(
+            f"algorithm.dynamic_sampling trains on groups in their order: with mode=async it needs "
+            f"stream.on_stale=wait, not {stream.on_stale}"
+        )
     if algorithm.kl_coef and algorithm.kl_in == "reward" and by_group:
         raise UserError(
             "algorithm.kl_in=reward needs the trainers before the advantage: with mode=async set stream.train_on=step, "

@@ -3,11 +3,14 @@
 A group whose rewards are all equal has no advantage and teaches nothing. Rounds of `train.prompts_per_step` prompts are
 drawn until so many groups with different rewards are there; the oldest are taken, and what is left over waits for the
 next step, one version old then. Rewards are those of the task, before any shaping.
+
+With mode=async each group is judged where it is drawn (`accept`), and the trainers go by the same rule
+(data/stream/selection.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from math import inf
 
@@ -77,17 +80,24 @@ def experience(context: Context, _: Batch) -> Batch:
 
 def _round(context: Context) -> tuple[Batch, list[bool]]:
     """A round's samples on this slot, and whether each one's group is accepted."""
-    cursor = context.engines["loader"].position.cursor
+    loader = context.engines["loader"]
+    place_of = loader.places(loader.position, context.slot, context.slots)
     batch = stages.prompts(context, Batch.empty())
     with context.watch("rollout"):
         batch = batch.with_columns(stages.rollout(context, batch))
     with context.watch("reward"):
         batch = batch.with_columns(stages.reward(context, batch).result())
-    batch = batch.with_columns({CURSOR: Column.scalars(torch.full((len(batch),), cursor, dtype=torch.int64))})
+    places = [place_of[number] for number in batch.ids[:, 1].tolist()]
+    batch = batch.with_columns({CURSOR: Column.scalars(torch.tensor(places, dtype=torch.int64))})
+    return batch, accept(context, batch)["accepted"].as_scalars().tolist()
+
+
+def accept(context: Context, batch: Batch) -> Mapping[str, Column]:
+    """Whether each sample's group has rewards that differ. With mode=async a replica sends only such groups whole."""
     teaching_G = teaching(stages.valid_rewards(context, batch), batch.groups())
     if context.replica == 0:
         context.metrics.mean("dynamic/kept_fraction", teaching_G.sum(), len(teaching_G))
-    return batch, teaching_G[batch.groups()].tolist()
+    return {"accepted": Column.scalars(teaching_G[batch.groups()])}
 
 
 def _those_in(groups: Set[Key], batch: Batch) -> Batch:

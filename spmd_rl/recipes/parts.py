@@ -9,7 +9,7 @@ from pathlib import Path
 from spmd_rl.config.schema import Config
 from spmd_rl.data.balance import Balance
 from spmd_rl.engines.rollout.sampling import check_model, model_tokens
-from spmd_rl.graph.roles import roles_of
+from spmd_rl.graph.roles import ACCEPTED, roles_of
 from spmd_rl.graph.stage import REST, EngineSpec, Placement, Stage, StageFunction
 from spmd_rl.recipes import build, dynamic, kl_control, remax, reward_model, stages
 
@@ -20,7 +20,8 @@ SCORED = ("prompt", "response")
 class Places:
     """Where samples are drawn, and where models are trained: on all ranks in turns, or (mode async) each on its own.
 
-    judges: where groups are compared: at the trainers, if a step comes to them as a whole or rewards are made there.
+    judges: where groups are compared: at the trainers, if a step comes to them as a whole, rewards are made there, or
+    groups are selected.
     """
 
     replicas: Placement
@@ -37,7 +38,9 @@ class Places:
             Placement(roles.rollout if roles else None, axes),
             Placement(roles.train if roles else None),
         )
-        at_trainers = config.stream.train_on == "step" or bool(config.reward_model.path)
+        at_trainers = (
+            config.stream.train_on == "step" or bool(config.reward_model.path) or config.algorithm.dynamic_sampling
+        )
         return cls(replicas, trainers, trainers if roles and at_trainers else replicas)
 
 
@@ -53,7 +56,7 @@ def engines(config: Config, places: Places) -> list[EngineSpec]:
     ]
     if config.mode == "async":
         made.append(EngineSpec("desk", build.desk, places.replicas))
-    if algorithm.dynamic_sampling:
+    if algorithm.dynamic_sampling and config.mode == "sync":
         made.append(EngineSpec("surplus", dynamic.surplus, places.replicas))
     if algorithm.kl_coef > 0:
         made.append(EngineSpec("reference", build.reference, places.trainers))
@@ -73,7 +76,7 @@ def generation(config: Config, places: Places) -> list[Stage]:
     at = places.replicas
     reward = Stage("reward", stages.reward, ("prompt", "response", "row"), judged, placement=at)
     scoring = reward_model.judgement(config, reward, places.trainers) if with_model else [reward]
-    if config.algorithm.dynamic_sampling:
+    if config.algorithm.dynamic_sampling and config.mode == "sync":
         return [Stage("experience", dynamic.experience, produces=(*first, *drawn, *judged), placement=at)]
     with_greedy = compares_with_greedy(config)
     draw: StageFunction = remax.rollout if with_greedy else stages.rollout
@@ -82,6 +85,8 @@ def generation(config: Config, places: Places) -> list[Stage]:
     if with_greedy:
         drawn = (*drawn, *remax.GREEDY)
         scoring.append(Stage("greedy_reward", remax.greedy_reward, remax.SCORED, ("greedy_reward",), placement=at))
+    if config.algorithm.dynamic_sampling:
+        scoring.append(Stage("accept", dynamic.accept, ("reward", "rollout_logprob"), (ACCEPTED,), placement=at))
     return [
         Stage("prompts", stages.prompts, produces=first, placement=at),
         Stage("rollout", draw, consumes=("prompt",), produces=drawn, placement=at),

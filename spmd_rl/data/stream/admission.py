@@ -74,6 +74,10 @@ class Starts:
         """What was made of this group is of no use: it will be started once more, before later ones."""
         heappush(self._again, group)
 
+    def flat(self, group: int) -> None:
+        """A group, of any replica, teaches nothing: of use where that lets another one be begun (`selection.py`)."""
+        raise ValueError(f"group {group} teaches nothing, but nobody selects groups here")
+
     def _skip(self, group: int) -> int:
         while group in self._frontier:
             group += self._replicas

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import pickle
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,7 +23,8 @@ from spmd_rl.data.metadata import Schema
 from spmd_rl.data.stream.admission import Frontier
 from spmd_rl.data.stream.channel import Bell, Inlet, Outlet
 from spmd_rl.data.stream.frames import Frame, Kind, Message
-from spmd_rl.data.stream.ledger import WIDTH, Ledger, Tick
+from spmd_rl.data.stream.ledger import WIDTH, Descriptor, Ledger, Tick
+from spmd_rl.data.stream.selection import SelectingLedger
 from spmd_rl.data.stream.store import Store
 from spmd_rl.observe.metrics import Metrics
 
@@ -42,22 +43,25 @@ class Portion:
 
 class Consumer:
     """world: of the trainers; channel: over them all, None for a single one; lines: to the replicas whose home this
-    trainer is, by their number among `replicas`. limit_s: longest wait for a group."""
+    trainer is, by their number among `replicas`. limit_s: longest wait for a group; updates: optimizer steps of one
+    step, among which groups take turns by their places, where the ledger gives them places."""
 
     def __init__(
         self,
         world: World,
         channel: Channel | None,
-        ledger: Ledger,
+        ledger: Ledger | SelectingLedger,
         store: Store,
         lines: Mapping[int, tuple[Inlet, Outlet]],
         bell: Bell,
         replicas: int,
         limit_s: float,
+        updates: int = 1,
     ) -> None:
         self._world, self._channel, self._ledger, self._store = world, channel, ledger, store
         self._lines, self._bell, self._replicas, self._limit_s = lines, bell, replicas, limit_s
         self._rounds = ledger.window.rounds
+        self._updates = updates
         self._schemas: dict[tuple[int, int], Schema] = {}  # (replica, number)
         self._metrics: dict[int, Metrics] = {}  # by group
         self._empty: Schema | None = None  # of batches without a sample
@@ -81,7 +85,7 @@ class Consumer:
             ready, most_bytes = len(self._ledger), max(most_bytes, self._store.bytes)
             self._answer(tick, metrics)
             last = tick.last
-            if tick.handed:
+            if tick.handed or tick.last:
                 yield self._hand_out(step, tick, metrics)
         metrics.mean("stream/wait_s", waited, 1.0)
         metrics.mean("stream/ready", ready, 1.0)
@@ -178,6 +182,7 @@ class Consumer:
 
     def _answer(self, tick: Tick, metrics: Metrics) -> None:
         """Tell the replicas what their groups have come to."""
+        self._pass_over(tick.flat, metrics)
         for d in tick.claimed:
             if d.trainer == self._world.rank:
                 self._lines[d.group % self._replicas][1].put(Message(Kind.RELEASE, group=d.group))
@@ -188,21 +193,33 @@ class Consumer:
                 self._lines[d.group % self._replicas][1].put(Message(Kind.AGAIN, group=d.group))
         metrics.sum("stream/given_back", float(sum(d.trainer == self._world.rank for d in tick.stale)))
 
+    def _pass_over(self, flat: Sequence[Descriptor], metrics: Metrics) -> None:
+        """Groups that teach nothing: all replicas are told, what was measured of them counts."""
+        for d in flat:
+            if d.trainer == self._world.rank:
+                self._store.discard(d.group)
+                metrics.merge(self._metrics.pop(d.group))
+                self._lines[d.group % self._replicas][1].put(Message(Kind.RELEASE, group=d.group))
+            for _, outlet in self._lines.values():
+                outlet.put(Message(Kind.FLAT, group=d.group))
+
     def _hand_out(self, step: int, tick: Tick, metrics: Metrics) -> Portion:
         if self._empty is None:
             self._empty = self._agree_on_columns()
         mine = [d for d in tick.handed if d.trainer == self._world.rank]
-        batch = self._store.take(d.group for d in mine)
+        turns = {d.group: place % self._updates for d, place in zip(tick.handed, tick.places, strict=False)}
+        batch = self._store.take((d.group for d in mine), turns)
         _token_ages(batch, step, metrics)
         for d in mine:
             metrics.merge(self._metrics.pop(d.group))
             age = step - 1 - d.version
             metrics.mean("staleness/mean", age * d.samples, d.samples)
             metrics.max("staleness/max", age if d.samples else 0)
-            late = step - 1 - self._rounds.of(d.group)
-            metrics.sum("stream/late", float(late > 0))
-            metrics.max("stream/late_steps_max", float(late))
-            metrics.sum("stream/early", float(late < 0))
+            if not tick.places:
+                late = step - 1 - self._rounds.of(d.group)
+                metrics.sum("stream/late", float(late > 0))
+                metrics.max("stream/late_steps_max", float(late))
+                metrics.sum("stream/early", float(late < 0))
         return Portion(batch if batch.columns else self._without_samples(), tick.last)
 
     def _without_samples(self) -> Batch:

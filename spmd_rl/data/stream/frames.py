@@ -26,6 +26,7 @@ class Kind(IntEnum):
     METRICS = 3  # body: pickled `Metrics` of a group; comes before the group
     RELEASE = 11  # the group's room is free again
     AGAIN = 12  # the group is too old: its room is free, and it is to be drawn again
+    FLAT = 13  # a group, of any replica, teaches nothing: another one takes its place
     NOTE = 21  # body: anything pickled
     CLOSE = 22  # nothing comes after this
 

@@ -44,12 +44,15 @@ WIDTH = len(Descriptor._fields)
 class Tick:
     """What the trainers do next in a step. claimed: belong to the step from now on, and take no more room from their
     replica; handed: to be trained on now, by group number; stale: given back to be drawn again; last: the step has all
-    its groups."""
+    its groups. With dynamic sampling (`selection.py`), flat: groups that teach nothing; places: those of the handed
+    ones in the step."""
 
     claimed: tuple[Descriptor, ...]
     handed: tuple[Descriptor, ...]
     stale: tuple[Descriptor, ...]
     last: bool
+    flat: tuple[Descriptor, ...] = ()
+    places: tuple[int, ...] = ()
 
 
 class Ledger:

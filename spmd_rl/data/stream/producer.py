@@ -102,6 +102,8 @@ class Producer:
                 elif kind == Kind.AGAIN:
                     self.credits.release(group)
                     self.starts.again(group)
+                elif kind == Kind.FLAT:
+                    self.starts.flat(group)
                 elif kind == Kind.NOTE:
                     self.notes.append(pickle.loads(frame.body(place).numpy().tobytes()))
                 elif kind == Kind.CLOSE:

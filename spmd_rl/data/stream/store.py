@@ -80,13 +80,18 @@ class Store:
             group, held.version, len(part), held.of, tokens, Block(block, 0, block.numel()), Schema.of(part)
         )
 
-    def take(self, groups: Iterable[int]) -> Batch:
-        """The wanted columns of these groups, in ascending order of identity; they leave the store."""
+    def take(self, groups: Iterable[int], turns: Mapping[int, int] | None = None) -> Batch:
+        """The wanted columns of these groups, in ascending order of identity; they leave the store. turns: what a
+        group's column `turn` is to be, where it has one."""
         parts = []
         for group in groups:
             held = self._groups.pop(group)
             self.bytes -= held.bytes
-            parts.append(_assemble(held, self.wanted))
+            part = _assemble(held, self.wanted)
+            if turns and "turn" in part:
+                turn_S = torch.full((len(part),), turns[group], dtype=torch.int32)
+                part = part.with_columns({"turn": Column.scalars(turn_S)})
+            parts.append(part)
         whole = Batch.concat([part for part in parts if len(part)])
         order = identity_order(whole.ids.numpy())
         return whole.select(torch.from_numpy(order))
