@@ -31,17 +31,19 @@ from spmd_rl.config.schema import Config  # noqa: E402
 
 EXIT_USER_ERROR = 2
 _OTHERS_WAIT_S = 15.0
+_MOST_RANKS = 1_000_000  # of a dry run: a number beyond is a slip of the finger that would fill the memory
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the job that the command line describes; the exit status."""
     arguments = _parse(sys.argv[1:] if argv is None else argv)
     try:
+        _check_ranks(arguments)
         config = load_config(arguments.config, arguments.overrides)
         check(config)
         check_model_folder(config)
         if arguments.dry_run:
-            print(dry_run(config, arguments.ranks or detect(os.environ).size))
+            print(dry_run(config, detect(os.environ).size if arguments.ranks is None else arguments.ranks))
             return 0
         # Imported late: `--help` and a mistyped key should not wait for torch.
         from spmd_rl.job import run
@@ -102,8 +104,17 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
         help="settings, or further YAML files, that replace its own",
     )
     parser.add_argument("--dry-run", action="store_true", help="print configuration, graph and schedules, then end")
-    parser.add_argument("--ranks", type=int, default=0, help="world size for --dry-run (default: this launch's own)")
+    parser.add_argument("--ranks", type=int, help="world size for --dry-run (default: this launch's own)")
     return parser.parse_intermixed_args(list(argv))
+
+
+def _check_ranks(arguments: argparse.Namespace) -> None:
+    if arguments.ranks is None:
+        return
+    if not arguments.dry_run:
+        raise UserError(f"--ranks={arguments.ranks} needs --dry-run: in a run the launcher decides how many there are")
+    if not 1 <= arguments.ranks <= _MOST_RANKS:
+        raise UserError(f"--ranks={arguments.ranks}: a number of ranks from 1 to {_MOST_RANKS} is wanted")
 
 
 def _complain(error: UserError) -> None:

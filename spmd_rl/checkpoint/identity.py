@@ -27,6 +27,7 @@ _FREE = (
     "rollout.max_model_tokens",
     "reward.workers",
     "reward.timeout_s",
+    "reward.load_timeout_s",
     "train.tokens_per_microbatch",
     "train.shard",
     "eval",

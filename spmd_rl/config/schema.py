@@ -96,6 +96,7 @@ class RewardConfig:
     functions: list[RewardFunctionConfig] = field(default_factory=list)
     workers: int = 1  # processes per rank; 0: in the rank itself, without a time limit
     timeout_s: float = 30.0  # per call
+    load_timeout_s: float = 300.0  # for a worker to import the modules of the functions
     on_error: str = "stop"  # stop | exclude (the sample leaves its group's statistics and the loss)
 
 
@@ -179,7 +180,7 @@ class CriticConfig:
 @dataclass(frozen=True)
 class TrainConfig:
     steps: int = 100  # rollout-and-update rounds
-    prompts_per_step: int = 8  # over all ranks
+    prompts_per_step: int = 8  # over all ranks; the last step of an epoch gets those that are left
     samples_per_prompt: int = 8  # the group
     updates_per_step: int = 1  # optimizer steps per round; the round's groups are divided among them
     tokens_per_microbatch: int = 4096  # budget of one forward and backward pass on one rank

@@ -33,6 +33,7 @@ class Range(NamedTuple):
 
 _COUNT, _SOME, _POSITIVE, _ANY = Range(0), Range(1), Range(0, above=True), Range()
 _SECONDS = Range(0.1, 1e6)  # the system's own clocks and polls overflow not far beyond
+_WEIGHT = Range(-1e6, 1e6)  # of a reward, see LARGEST in engines/reward/calls.py
 _SEED = Range(-(2**63), 2**63 - 1)
 _OPTIMIZER = {
     "lr": _COUNT,
@@ -64,10 +65,11 @@ RANGES: dict[str, Range] = {
     "rollout.kv_cache_gib": _POSITIVE,
     "rollout.gpu_memory_fraction": Range(0, 1, above=True),
     "rollout.max_model_tokens": _COUNT,
-    "reward.functions.weight": _ANY,
+    "reward.functions.weight": _WEIGHT,
     "reward.workers": Range(0, 4096),
     "reward.timeout_s": Range(0, 1e6, above=True),
-    "reward_model.weight": _ANY,
+    "reward.load_timeout_s": _SECONDS,
+    "reward_model.weight": _WEIGHT,
     "train.steps": _SOME,
     "train.prompts_per_step": _SOME,
     "train.samples_per_prompt": _SOME,

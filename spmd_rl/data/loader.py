@@ -90,6 +90,7 @@ class PromptLoader:
         self._ahead: dict[tuple[Position, int, int], Future[Batch]] = {}
         if group is None or dist.get_rank(group) == 0:
             self._say("training", self._rows, screened)
+            self._say_if_small()
             self._say("evaluation", self._eval_rows, eval_screened)
 
     @property
@@ -206,6 +207,14 @@ class PromptLoader:
         overlong = sum(out.size for out in screened.overlong)
         out = f", {overlong} left out (more than {self._config.data.max_prompt_tokens} tokens)" if overlong else ""
         log.info("%s prompts: %d in %d sources%s", purpose, len(rows) - overlong, len(rows.parts), out)
+
+    def _say_if_small(self) -> None:
+        wanted, there = self._config.train.prompts_per_step, self.epoch_length
+        if wanted > there:
+            log.warning(
+                "train.prompts_per_step=%d, but an epoch has only %d prompts: each step trains on all of them, once",
+                wanted, there,
+            )  # fmt: skip
 
 
 def _assemble(epoch: int, read: list[Prompt], samples: int) -> Batch:

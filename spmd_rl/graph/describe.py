@@ -28,13 +28,12 @@ def describe_graph(graph: ResolvedGraph) -> str:
 
 def describe_plan(plan: Plan) -> str:
     """Each distinct schedule once, with the ranks that have it."""
+    done = [
+        (op.describe() + (f" (every {op.every} steps)" if op.every > 1 else ""), op.ranks) for op in plan.operations
+    ]  # once, not per rank: each `ranks` is a set as large as the world
     schedules: dict[tuple[str, ...], list[int]] = {}
     for rank in range(plan.world_size):
-        lines = tuple(
-            op.describe() + (f" (every {op.every} steps)" if op.every > 1 else "")
-            for op in plan.operations
-            if rank in op.ranks
-        )
+        lines = tuple(line for line, ranks in done if rank in ranks)
         schedules.setdefault(lines, []).append(rank)
     parts = []
     for lines, ranks in schedules.items():

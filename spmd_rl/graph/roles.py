@@ -153,7 +153,8 @@ def cut(graph: Graph, roles: Roles, recorded: Sequence[str]) -> Halves:
 
 
 def _moved(ranks: Sequence[int], role: Sequence[int], placement: Placement) -> Placement:
-    return Placement(tuple(role.index(rank) for rank in ranks), placement.axes)
+    place = {rank: index for index, rank in enumerate(role)}
+    return Placement(tuple(place[rank] for rank in ranks), placement.axes)
 
 
 def take_samples(context: Context, _: Batch) -> StageOutput:

@@ -26,6 +26,8 @@ def by_row(prompt, response, row):
             return None
         case "nan":
             return float("nan")
+        case "huge":
+            return 1e308
         case "text":
             return "0.5"
         case "hang":

@@ -15,6 +15,7 @@ from spmd_rl.config.check import check, check_model_folder, check_world
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.load import _hint_of, load_config, to_yaml, valid_keys
 from spmd_rl.config.values import RANGES
+from spmd_rl.main import main
 
 ROOT = Path(__file__).parents[2]
 GOOD = """
@@ -234,3 +235,16 @@ def test_dry_run_prints_config_graph_and_schedule_without_a_model_load():
     assert "samples per step: 64" in done.stdout
     assert "schedule of ranks 0-2, each step" in done.stdout
     assert re.search(r"\d+\. run +rollout: prompt -> response", done.stdout)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--dry-run", "--ranks=-3"], "--ranks=-3: a number of ranks from 1"),
+        (["--dry-run", "--ranks=0"], "--ranks=0: a number of ranks from 1"),
+        (["--ranks=2"], "--ranks=2 needs --dry-run"),
+    ],
+)
+def test_a_wrong_number_of_ranks_is_one_line(capsys, arguments, said):
+    assert main(["configs/quickstart.yaml", *arguments]) == 2
+    assert said in capsys.readouterr().err

@@ -9,6 +9,7 @@ import pytest
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config, RunConfig
 from spmd_rl.data.balance import Balance
+from spmd_rl.graph.describe import describe_plan
 from spmd_rl.graph.graph import Graph, declare, load_graph, resolve
 from spmd_rl.graph.plan import FinishExchange, Plan, Run, StartExchange, make_plan
 from spmd_rl.graph.stage import REST, Placement, Stage
@@ -88,6 +89,22 @@ def test_only_ranks_that_take_part_see_an_operation():
     assert [line.split()[1].rstrip(":") for line in text(plan, 0)] == ["a", "a->b", "a->b"]
     assert [line.split()[1].rstrip(":") for line in text(plan, 2)] == ["a->b", "a->b", "b", "b->c", "b->c"]
     assert [line.split()[1].rstrip(":") for line in text(plan, 3)] == ["b->c", "b->c", "c"]
+
+
+def test_a_large_world_is_described_by_its_distinct_ranks(monkeypatch):
+    first, rest = Placement((0,)), Placement(tuple(range(1, 5000)))
+    plan = plan_of(stage("a", "", "x", placement=first), stage("b", "x", "", placement=rest), size=5000)
+    looked: list[Run] = []
+
+    def ranks(run: Run) -> frozenset[int]:
+        looked.append(run)
+        return frozenset(run.layout.ranks)
+
+    monkeypatch.setattr(Run, "ranks", property(ranks))
+    described = describe_plan(plan)
+    assert described.count("schedule of rank") == 2
+    assert "schedule of ranks 1-4999, each step" in described
+    assert len(looked) == 2  # not once per rank: that would be quadratic
 
 
 def test_two_producers_on_other_ranks_join_one_assignment():

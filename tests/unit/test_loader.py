@@ -53,9 +53,10 @@ def steps(loader, count, slots=1):
     return found
 
 
-def test_five_prompts_eight_per_step_one_epoch(tmp_path, tokenizer):
+def test_five_prompts_eight_per_step_one_epoch(tmp_path, tokenizer, caplog):
     """D1: a smaller last batch, and all five are trained on."""
     loader = PromptLoader(configured(stored(tmp_path, "a", "abcde"), samples=2, epochs=1), tokenizer)
+    assert "train.prompts_per_step=8, but an epoch has only 5 prompts" in caplog.text
     assert not loader.exhausted
     batch = loader.batch(0, 1)
     assert sorted(batch.ids.tolist()) == [[0, p, s] for p in range(5) for s in range(2)]

@@ -118,6 +118,7 @@ def test_ordinary_calls_share_the_workers_and_async_ones_run_together(pool):
         ("none", "returned None; a number is wanted"),
         ("nan", "returned nan; a number is wanted"),
         ("text", "returned '0.5'; a number is wanted"),
+        ("huge", "returned 1e+308; a number is wanted, at most 1e+12 in size"),
         ("exit", "raised SystemExit: 3"),
     ],
 )
@@ -192,6 +193,14 @@ def test_a_dict_needs_its_reward(pool):
         score(pool(f"{USER}:no_reward"), [{}])
     with pytest.raises(UserError, match="returned 'format': 'bad'; a number is wanted"):
         score(pool(f"{USER}:parts"), [{"format": "bad"}])
+
+
+def test_a_module_that_hangs_while_it_is_imported_is_named(pool, tmp_path):
+    (tmp_path / "sleepy.py").write_text("import time\n\ntime.sleep(3600)\n")
+    name = f"{tmp_path}/sleepy.py:never"
+    with pytest.raises(UserError) as caught:
+        pool(name, load_timeout_s=0.5).check()
+    assert repr(name) in str(caught.value) and "reward.load_timeout_s=0.5" in str(caught.value)
 
 
 def test_a_deadline_names_a_missing_sample(pool):

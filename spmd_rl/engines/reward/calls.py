@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 from spmd_rl.engines.reward.functions import RewardFunction, describe
 
 VALUE = "reward"  # the entry of a returned dict that is the score
+LARGEST = 1e12  # times the largest weight (config/values.py) its square is still a float32: gradient norms stay finite
+_WANTED = f"a number is wanted, at most {LARGEST:g} in size"
 
 
 class Sample(NamedTuple):
@@ -133,26 +135,26 @@ def _arguments(function: RewardFunction, call: Call, samples: Mapping[int, Sampl
 def _outcome(result: Any) -> Outcome:
     if not isinstance(result, Mapping):
         value = _number(result)
-        return Outcome(value) if value is not None else Outcome.failed(f"returned {_shown(result)}; a number is wanted")
+        return Outcome(value) if value is not None else Outcome.failed(f"returned {_shown(result)}; {_WANTED}")
     if VALUE not in result:
         return Outcome.failed(f"returned a dict without {VALUE!r}: {_shown(dict(result))}")
     numbers = {str(key): _number(value) for key, value in result.items()}
     wrong = next((key for key, number in numbers.items() if number is None), None)
     if wrong is not None:
-        return Outcome.failed(f"returned {wrong!r}: {_shown(result[wrong])}; a number is wanted")
+        return Outcome.failed(f"returned {wrong!r}: {_shown(result[wrong])}; {_WANTED}")
     known = {key: number for key, number in numbers.items() if number is not None}
     return Outcome(known.pop(VALUE), known)
 
 
 def _number(value: Any) -> float | None:
-    """A finite number (int, float, bool, of numpy, a tensor with one element), else None."""
+    """A number up to LARGEST (int, float, bool, of numpy, a tensor with one element), else None."""
     if value is None or isinstance(value, str | bytes) or not hasattr(value, "__float__"):
         return None
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         return None
-    return number if math.isfinite(number) else None
+    return number if abs(number) <= LARGEST else None  # NaN is not
 
 
 def _shown(value: Any) -> str:

@@ -21,7 +21,6 @@ from spmd_rl.engines.reward.pending import Pending
 from spmd_rl.engines.reward.process import WorkerProcess
 from spmd_rl.engines.reward.worker import Done, Ready, Refused, Result, Work
 
-START_LIMIT_S = 300.0  # for a worker to import the reward functions
 GRACE_S = 1.0  # async calls keep the time limit themselves; their worker is ended where they don't
 PARTS_PER_WORKER = 4  # the calls of a step are dealt out in so many parts: few messages, and no long wait for the last
 
@@ -118,7 +117,7 @@ class Manager:
 
     def _limit(self, worker: WorkerProcess) -> float | None:
         if not worker.ready:
-            return worker.heard + START_LIMIT_S
+            return worker.heard + self._config.load_timeout_s
         if worker.owner is None:
             return None
         return worker.heard + self._config.timeout_s + (GRACE_S if self._is_async(worker.open) else 0.0)
@@ -145,7 +144,10 @@ class Manager:
 
     def _end_late(self, worker: WorkerProcess) -> None:
         if not worker.ready:
-            self._refuse(f"reward functions {self._names()} took longer than {START_LIMIT_S:g} s to load")
+            self._refuse(
+                f"reward functions {self._names()} took longer than reward.load_timeout_s="
+                f"{self._config.load_timeout_s:g} to import: what does their module do then?"
+            )
             return
         guilty = worker.open[0] if worker.open else None
         value = self._loaded.timeout_values[guilty.function] if guilty else None

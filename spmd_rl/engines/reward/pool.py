@@ -10,7 +10,7 @@ from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import RewardConfig
 from spmd_rl.engines.reward.calls import Sample, run_calls
 from spmd_rl.engines.reward.functions import FunctionSpec, RewardFunction
-from spmd_rl.engines.reward.manager import START_LIMIT_S, Manager, deal
+from spmd_rl.engines.reward.manager import Manager, deal
 from spmd_rl.engines.reward.pending import Pending
 from spmd_rl.engines.reward.scores import SampleId, labels
 
@@ -35,13 +35,11 @@ class RewardPool:
         """One for each function, no two alike: what its column of `reward_parts` is called."""
         return labels(self._config.functions)
 
-    def check(self, deadline_s: float = START_LIMIT_S) -> None:
-        """Wait until the functions are loaded. Raises UserError where one can't be, TimeoutError at the deadline."""
+    def check(self) -> None:
+        """Wait until the functions are loaded. Raises UserError where one can't be within `reward.load_timeout_s`."""
         if self._manager is None:
             return
-        if not self._manager.known.wait(deadline_s):
-            names = ", ".join(spec.name for spec in self._specs)
-            raise TimeoutError(f"the reward workers have not loaded {names} after {deadline_s:g} s")
+        self._manager.known.wait()  # its thread keeps the deadline, and sets this also where it fails
         if self._manager.refusal:
             raise UserError(self._manager.refusal)
 
