@@ -38,4 +38,4 @@ if grep -q -e --shutdown-timeout "$torch/distributed/run.py"; then
     options+=(--shutdown-timeout="${GRACE_S:-300}")
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}" # torchrun would set the same, with a warning; run.threads decides later
-exec "$python" -m torch.distributed.run "${options[@]}" "$root/spmd_rl/main.py" "$@"
+exec "$python" "$root/launch/torchrun.py" "${options[@]}" "$root/spmd_rl/main.py" "$@"

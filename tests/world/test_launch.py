@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -55,6 +56,23 @@ def test_arguments_reach_every_rank_as_they_are(root: Path, script: str, ranks: 
     assert done.returncode == 0, done.stderr
     lines = sorted(line for line in done.stdout.splitlines() if line)
     assert lines == [f"{source} {rank} of 2 {arguments}" for rank in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "last"),
+    [
+        ("print('error: no such key', file=sys.stderr, flush=True); os._exit(2)", 2, "error: no such key"),
+        ("os.kill(os.getpid(), 9)", 137, r"launcher: rank 1 \(pid \d+\) was ended by SIGKILL \(is the memory full\?\)"),
+    ],
+)
+def test_what_torchrun_says_of_itself_buries_no_error(root: Path, end: str, status: int, last: str) -> None:
+    program = f"import os, sys, time\nif os.environ['RANK'] == '1':\n    {end}\ntime.sleep(60)\n"
+    (root / "spmd_rl" / "main.py").write_text(program)
+    command = [str(root / "launch" / "torchrun.sh"), "c.yaml"]
+    done = subprocess.run(command, env={**os.environ, "NPROC": "2"}, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status
+    [line] = [line for line in done.stderr.splitlines() if "rank 0" not in line]
+    assert re.fullmatch(last, line), line
 
 
 @pytest.mark.skipif(not (ROOT / ".venv").exists(), reason="the quickstart's own environment is wanted")
