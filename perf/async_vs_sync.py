@@ -5,8 +5,9 @@
 
 sequential: separate ranks that take turns: training begins once all samples of the step are there, drawing once the
 new weights are. streaming: training begins with the first full micro-batch of the step. asynchronous: and the replicas
-go on by up to `--staleness` steps; they take new weights when nothing is being drawn, or between two tokens. All are
-the whole program (`spmd_rl/main.py`), and differ in three keys.
+go on by up to `--staleness` steps; they take new weights when nothing is being drawn, or between two tokens. With
+`--surplus` also over-provisioning and tail batching. All are the whole program (`spmd_rl/main.py`), and differ in a few
+keys.
 One JSON object per line; seconds per step are means without the first steps; `--check` exits with 1 where
 the fastest way is less than 1.59 times as fast as sequential (AsyncFlow's average over its baseline).
 """
@@ -39,6 +40,8 @@ def main() -> int:
     parser.add_argument("--rollout", type=int, default=1, help="rollout ranks")
     parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--staleness", type=int, default=2)
+    parser.add_argument("--surplus", type=int, default=0, help="also with so many groups of over-provisioning")
+    parser.add_argument("--tail-tokens", type=int, default=100, help="and with tail batching from so many tokens")
     parser.add_argument("--check", action="store_true", help="exit with 1 where the target is missed")
     parser.add_argument("overrides", nargs="*", help="further settings, for all of them")
     arguments = parser.parse_args()
@@ -48,6 +51,13 @@ def main() -> int:
         "asynchronous": [f"stream.staleness={arguments.staleness}"],
         "asynchronous, weights in flight": [f"stream.staleness={arguments.staleness}", "stream.swap=in_flight"],
     }
+    if arguments.surplus:
+        ahead = [f"stream.staleness={arguments.staleness}", f"stream.surplus={arguments.surplus}"]
+        ways |= {
+            "asynchronous, surplus": ahead,
+            "asynchronous, surplus, tail batching": [*ahead, f"stream.tail_tokens={arguments.tail_tokens}"],
+            "asynchronous, weights in flight, surplus": [*ahead, "stream.swap=in_flight"],
+        }
     seconds: dict[str, float] = {}
     for name, keys in ways.items():
         line = measure(arguments, keys)
@@ -78,6 +88,8 @@ def measure(arguments: argparse.Namespace, keys: list[str]) -> dict[str, Any]:
         "samples_per_s": round(sum(line["samples"] for line in steps) / total, 2),
         "waited_s": round(sum(line["stream/wait_s"] for line in steps) / len(steps), 3),
         "staleness_mean": round(sum(line["staleness/mean"] for line in steps) / len(steps), 2),
+        "late": round(sum(line["stream/late"] for line in steps) / len(steps), 2),
+        "put_aside": round(sum(line.get("stream/put_aside", 0.0) for line in steps) / len(steps), 2),
         "longest": max(line["response/length_max"] for line in steps),
         "length_mean": round(sum(line["response/length_mean"] for line in steps) / len(steps), 1),
     }

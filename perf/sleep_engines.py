@@ -22,6 +22,7 @@ from torch import Tensor
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch, Finish
 from spmd_rl.engines.protocol import Completion, Request, SampleId
+from spmd_rl.engines.rollout.versions import Versions, first_version
 from spmd_rl.graph.graph import Graph
 from spmd_rl.graph.stage import BuildContext
 from spmd_rl.observe.metrics import Metrics
@@ -46,7 +47,7 @@ class SleepRollout:
         self.version = 0
         self._most = context.config.rollout.max_sequences
         self._waiting: list[Request] = []
-        self._running: dict[Request, tuple[int, int]] = {}  # tokens left, version of the first
+        self._running: dict[SampleId, tuple[Request, Versions, int]] = {}  # tokens so far
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._waiting += requests
@@ -57,25 +58,34 @@ class SleepRollout:
     def step(self) -> list[Completion]:
         while self._waiting and len(self._running) < self._most:
             request = self._waiting.pop(0)
-            self._running[request] = (length(request), self.version)
+            begun = request.begun
+            runs, count = (begun.versions, len(begun.tokens)) if begun else ((), 0)
+            self._running[request.id] = (request, Versions(runs), count)
         time.sleep(STEP_S)
         done = []
-        for request, (left, version) in list(self._running.items()):
-            self._running[request] = (left - 1, version)
-            if left == 1:
-                del self._running[request]
-                count = length(request)
-                done.append(
-                    Completion(request.id, [7] * count, [-1.0] * count, Finish.STOP, version, ((version, count),))
-                )
+        for request, versions, count in list(self._running.values()):
+            self._running[request.id] = (request, versions, count + 1)
+            if count + 1 == length(request):
+                done.append(self._take_out(request.id, Finish.STOP))
         return done
 
+    def _take_out(self, sample: SampleId, finish: Finish) -> Completion:
+        _, versions, count = self._running.pop(sample)
+        runs = versions.upto(count, self.version)
+        return Completion(sample, [7] * count, [-1.0] * count, finish, first_version(runs, self.version), runs)
+
     def abort(self, ids: Sequence[SampleId] | None = None) -> list[Completion]:
-        raise NotImplementedError("nobody takes responses out of this engine")
+        chosen = self._running.keys() | {request.id for request in self._waiting} if ids is None else set(ids)
+        waiting, self._waiting = self._waiting, [request for request in self._waiting if request.id not in chosen]
+        ended = [self._take_out(sample, Finish.ABORTED) for sample in list(self._running) if sample in chosen]
+        none = [request.id for request in waiting if request.id in chosen]
+        return ended + [Completion(sample, [], [], Finish.ABORTED, self.version, ()) for sample in none]
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], version: int, keep_cache: bool = False) -> None:
         for _ in weights:
             pass
+        for _, versions, count in self._running.values():
+            versions.upto(count, self.version)
         self.version = version
 
     def sleep(self) -> None: ...

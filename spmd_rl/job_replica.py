@@ -19,7 +19,9 @@ from spmd_rl.data.stream.admission import Starts
 from spmd_rl.data.stream.channel import Bell, open_ends
 from spmd_rl.data.stream.producer import Producer
 from spmd_rl.data.stream.selection import SelectingStarts
+from spmd_rl.engines.rollout.desk import Slip
 from spmd_rl.engines.rollout.lead import Lead, follow
+from spmd_rl.engines.rollout.long_rounds import LongRounds
 from spmd_rl.graph.groups import GroupRun
 from spmd_rl.graph.roles import ACCEPTED
 from spmd_rl.graph.stage import BuildContext, Context
@@ -38,6 +40,11 @@ _NAP_S = 0.005  # where there is nothing to do but to wait for weights, room or 
 class _Running:
     run: GroupRun
     began: float
+
+    def slips(self) -> list[Slip]:
+        """Of its responses that are not all there."""
+        slips = (getattr(deferred, "slip", None) for deferred in self.run.waiting)
+        return [slip for slip in slips if isinstance(slip, Slip) and not slip.done()]
 
 
 @dataclass(frozen=True)
@@ -84,9 +91,11 @@ class Replica:
     def _form_replica(self) -> None:
         """The engine is there: let the head of each replica lead it, and know the other heads."""
         engine, replicas = self.engines["rollout"], self.cast.replicas
-        if self.config.stream.swap == "in_flight" and not hasattr(engine, "abort"):
-            name = type(engine).__name__
+        stream, name = self.config.stream, type(engine).__name__
+        if stream.swap == "in_flight" and not hasattr(engine, "abort"):
             raise UserError(f"stream.swap=in_flight: {name} cannot take weights while it draws; set between_groups")
+        if stream.tail_tokens and not hasattr(engine, "abort"):
+            raise UserError(f"stream.tail_tokens={stream.tail_tokens}: {name} cannot put responses aside; set 0")
         self.number = next(number for number, ranks in enumerate(replicas) if self.job.rank in ranks)
         self._group = group_of(self.world, replicas, self.config.comm.stage_timeout_s)
         self._is_head = self.job.rank == replicas[self.number][0]
@@ -99,6 +108,7 @@ class Replica:
         with self.watch.stage("meet", 0):
             start = meet(self.job, self.config, epoch_length=self.engines["loader"].epoch_length)
             self.rounds, self.version = start.window.rounds, start.done
+            self.long_rounds = LongRounds(self.desk, start.window, self.config.stream.tail_tokens)
             if self._is_head:
                 self._open(start)  # before the receiver, as the trainers do: opening a line waits for its other end
             self.receiver = Receiver(
@@ -166,8 +176,10 @@ class Replica:
         while not self.producer.ended and time.monotonic() < until and bool(self.desk.unfinished()) == drawing:
             self.producer.listen()
             self._heed_notes()
+            self._put_aside()
             self._swap()
             self._admit()
+            self._take_up()
             if self.desk.unfinished():
                 self.desk.step()
             moved = self._advance()
@@ -192,7 +204,7 @@ class Replica:
 
     def _admit(self) -> None:
         """Begin the groups that may be begun, as long as the engine has places and the stream has room."""
-        while self.desk.unfinished() < self.config.rollout.max_sequences:
+        while not self.long_rounds.under_way and self.desk.unfinished() < self.config.rollout.max_sequences:
             group = self.producer.starts.peek(self.version)
             if group is None:
                 return
@@ -204,6 +216,19 @@ class Replica:
             self._next = None
             self._running[group] = _Running(run, time.monotonic())
             run.advance()
+
+    def _put_aside(self) -> None:
+        if self.config.stream.tail_tokens:
+            for group in self.long_rounds.put_aside(self._slips()):
+                self._running[group].run.context.metrics.sum("stream/put_aside", 1.0)
+
+    def _take_up(self) -> None:
+        if self.config.stream.tail_tokens:
+            for group in self.long_rounds.take_up(self.version, self._slips()):
+                self._running[group].began = time.monotonic()
+
+    def _slips(self) -> dict[int, list[Slip]]:
+        return {group: running.slips() for group, running in self._running.items()}
 
     def _advance(self) -> bool:
         """Carry on with the groups whose responses or rewards have come; send those that are through."""
@@ -262,7 +287,7 @@ class Replica:
 
     def _check_deadlines(self, limit_s: float) -> None:
         for group, running in self._running.items():
-            if time.monotonic() - running.began > limit_s:
+            if not self.long_rounds.waits(group) and time.monotonic() - running.began > limit_s:
                 place = self.rounds.place(group)
                 raise TimeoutError(
                     f"group {group} (epoch {place.epoch}, prompt {place.cursor + place.index} of it) was not finished "

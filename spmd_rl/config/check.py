@@ -34,6 +34,7 @@ def check(config: Config) -> None:
     if config.stream.keep_cache and config.stream.swap != "in_flight":
         raise UserError(f"stream.keep_cache=true needs stream.swap=in_flight, not {config.stream.swap}")
     _surplus(config)
+    _tails(config)
     if config.train.updates_per_step > config.train.prompts_per_step:
         raise UserError(
             f"train.updates_per_step={config.train.updates_per_step} is more than "
@@ -83,6 +84,24 @@ def _surplus(config: Config) -> None:
             "so that the bound on staleness leaves stragglers some time"
             + (" (staleness=0 trains each step on its own groups)" if not stream.staleness else "")
         )
+
+
+def _tails(config: Config) -> None:
+    stream, rollout = config.stream, config.rollout
+    if not stream.tail_tokens:
+        return
+    said = f"stream.tail_tokens={stream.tail_tokens}"
+    if not stream.surplus or stream.on_stale != "wait":
+        raise UserError(
+            f"{said} needs stream.surplus (with mode=async), and stream.on_stale=wait: other groups take the places of "
+            "those that are put aside, and these must not become too old"
+        )
+    if stream.swap == "in_flight":
+        raise UserError(f"{said}: with stream.swap=in_flight long responses hold up nothing; set between_groups")
+    if stream.tail_tokens >= rollout.max_tokens:
+        raise UserError(f"{said}: less than rollout.max_tokens={rollout.max_tokens} is wanted, or no response is long")
+    if rollout.stop:
+        raise UserError(f"{said}: responses with rollout.stop cannot be interrupted")
 
 
 def check_model_folder(config: Config) -> None:

@@ -244,6 +244,8 @@ class StreamConfig:
     #   first; a group that is too old by then is given back and drawn again
     surplus: int = 0  # over-provisioning: groups drawn beyond those of a step, which trains on the first that are ready
     #   and leaves the others to the next ones; 0: as far ahead as `staleness` allows, and as `on_stale` says
+    tail_tokens: int = 0  # tail batching: a group that is still being drawn after so many tokens is put aside, and goes
+    #   on with others like it in a round of their own; needs `surplus`; 0: off
     train_on: str = "microbatch"  # microbatch: training begins once one is full | step: once all groups have come
     limit_mib: float = 256.0  # of groups from one replica that are being drawn, on their way, or waiting
     swap: str = "between_groups"  # a replica takes new weights: between_groups: once nothing is being drawn |

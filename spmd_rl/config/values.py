@@ -96,6 +96,7 @@ RANGES: dict[str, Range] = {
     "observe.samples_per_step": _COUNT,
     "stream.staleness": _COUNT,
     "stream.surplus": _COUNT,
+    "stream.tail_tokens": _COUNT,
     "stream.limit_mib": _POSITIVE,
 }
 _NOT_EMPTY = {

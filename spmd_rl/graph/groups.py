@@ -42,6 +42,11 @@ class GroupRun:
                 return False
             self._run(self._left.pop(0))
 
+    @property
+    def waiting(self) -> list[Deferred]:
+        """What its stages have begun and not got yet."""
+        return [deferred for _, deferred in self._waiting]
+
     def _run(self, stage: Stage) -> None:
         output = stage.run(self.context, self.batch.only(stage.consumes) if stage.consumes else Batch.empty())
         if isinstance(output, Batch):

@@ -79,6 +79,7 @@ def test_on_policy_is_the_synchronous_run(tmp_path, model, synchronous, ranks, l
         ["stream.staleness=2", "stream.limit_mib=0.02", "stream.swap=in_flight", "eval.every=2"],
         ["stream.staleness=1", "stream.on_stale=drop", "stream.swap=rolling", "stream.send=blocking"],
         ["stream.staleness=2", "stream.surplus=4", "stream.swap=in_flight", "rollout.max_sequences=6"],
+        ["stream.staleness=2", "stream.surplus=5", "stream.tail_tokens=4"],
     ],
 )
 def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
@@ -91,12 +92,15 @@ def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
     assert len(samples(run)) == sum(4 if step in (5,) else 5 for step in range(1, 9)) * 4  # none lost, none twice
     for step in metrics(run):
         assert 0 <= step["staleness/token_mean"] <= step["staleness/max"]
-        assert "stream.swap=in_flight" in overrides or step["staleness/changed_fraction"] == 0
+        one_version = not {"stream.swap=in_flight", "stream.tail_tokens=4"} & set(overrides)
+        assert step["staleness/changed_fraction"] == 0 or not one_version
     last = metrics(run)[-1]
     assert {"stream/ready", "stream/bytes", "stream/wait_s", "stream/given_back", "staleness/mean"} <= set(last)
     early, late = (sum(step[name] for step in metrics(run)) for name in ("stream/early", "stream/late"))
-    in_order = not {"stream.surplus=4", "stream.on_stale=drop"} & set(overrides)
+    in_order = not any("surplus" in key or "drop" in key for key in overrides)
     assert early == late == 0 if in_order else late <= early  # who comes early takes the place of one who is late
+    tails = "stream.tail_tokens=4" in overrides
+    assert (sum(step.get("stream/put_aside", 0.0) for step in metrics(run)) > 0) == tails
 
 
 def test_a_replica_of_several_ranks_draws_on_policy(tmp_path, model):
@@ -192,6 +196,10 @@ def test_evaluations_are_of_the_weights_they_are_named_after(tmp_path, model):
         ),
         (["placement.train=1", "stream.staleness=0", "stream.surplus=1"], "staleness=0 trains each step on its own"),
         (["mode=sync", "stream.surplus=1"], "stream.surplus=1 needs mode=async"),
+        (["mode=sync", "stream.tail_tokens=8"], "stream.tail_tokens=8 needs stream.surplus (with mode=async)"),
+        (["stream.surplus=3", "stream.tail_tokens=12"], "less than rollout.max_tokens=12 is wanted, or no response"),
+        (["stream.surplus=3", "stream.tail_tokens=8", "stream.swap=in_flight"], "long responses hold up nothing"),
+        (["stream.surplus=3", "stream.tail_tokens=8", "rollout.stop=[a]"], "cannot be interrupted"),
         (["mode=sync", "placement.train=1"], "placement.train=1 needs mode=async"),
     ],
 )

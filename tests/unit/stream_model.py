@@ -13,6 +13,7 @@ from spmd_rl.data.stream.admission import Frontier, Starts
 from spmd_rl.data.stream.credits import Credits
 from spmd_rl.data.stream.ledger import Ledger
 from spmd_rl.data.stream.rounds import Rounds
+from spmd_rl.data.stream.tails import Tails
 from spmd_rl.data.stream.window import Window
 
 Action = tuple[str, int, int]
@@ -34,6 +35,9 @@ class Replica:
     sent: list[tuple[int, int]] = field(default_factory=list)  # on the way to the trainer, in order
     back: list[tuple[str, int]] = field(default_factory=list)  # on the way from the trainer, in order
 
+    def __post_init__(self) -> None:
+        self.tails = Tails(self.starts.window)
+
 
 @dataclass
 class World:
@@ -47,6 +51,7 @@ class World:
     size: int = 1  # bytes of a group, all of them
     budget: int = 1  # groups of a micro-batch
     surplus: int = 0
+    tails: bool = False  # tail batching: any group may turn out to be long
     step: int = 1
     frontier: Frontier = field(default_factory=Frontier)
     trained: list[tuple[int, int]] = field(default_factory=list)
@@ -64,22 +69,31 @@ class World:
         self.window = Window(self.rounds, self.staleness, self.surplus, waits=self.in_order)
         self.ledger = Ledger(self.window, self.frontier)
         self.sides = [
-            Replica(Starts(self.window, r, self.replicas, self.frontier), Credits(self.limit), self.version)
+            Replica(
+                Starts(self.window, r, self.replicas, self.frontier),
+                Credits(self.limit),
+                self.version,
+            )
             for r in range(self.replicas)
         ]
 
     def actions(self) -> Iterator[Action]:
         for r, side in enumerate(self.sides):
             group = side.starts.peek(side.version)
-            if group is not None and side.credits.held + self.size <= side.credits.limit:
+            if group is not None and side.credits.held + self.size <= side.credits.limit and not side.tails.long:
                 yield "start", r, group
-            for group in side.running:
+            drawn = [group for group in side.running if group not in side.tails.aside]
+            for group in drawn:
                 yield "finish", r, group
+                if self.tails and not side.tails.long:
+                    yield "aside", r, group
+            if clone(side.tails).gather(side.version, idle=not drawn):
+                yield "gather", r, 0
             if side.sent:
                 yield "deliver", r, 0
             if side.back:
                 yield "hear", r, 0
-            if side.version < self.version and not side.running:
+            if side.version < self.version and not drawn:
                 yield "swap", r, 0
         if self.step <= self.rounds.count and clone(self.ledger).tick(self.step, budget=self.budget) is not None:
             yield "tick", 0, 0
@@ -93,6 +107,7 @@ class World:
             side.running[group] = side.version
         elif kind == "finish":
             side.sent.append((group, side.running.pop(group)))
+            side.tails.finish(group)
             side.credits.settle(group, self.size)
         elif kind == "deliver":
             group, version = side.sent.pop(0)
@@ -102,6 +117,11 @@ class World:
             side.credits.release(group)
             if what == "again":
                 side.starts.again(group)
+        elif kind == "aside":
+            side.tails.put_aside(group)
+        elif kind == "gather":
+            drawn = side.running.keys() - side.tails.aside
+            side.tails.gather(side.version, idle=not drawn)
         elif kind == "swap":
             side.version = self.version
         else:
@@ -146,6 +166,8 @@ class World:
                     tuple(sorted(side.starts._again)),
                     side.credits.held,
                     tuple(sorted(side.running.items())),
+                    tuple(sorted(side.tails.aside)),
+                    tuple(sorted(side.tails.long)),
                     tuple(side.sent),
                     tuple(side.back),
                 )

@@ -124,6 +124,27 @@ def test_a_desk_lets_others_draw_in_between(folders: list[Path]) -> None:
     assert {completion.id: completion.tokens for completion in done} == whole
 
 
+def test_a_desk_puts_a_batch_aside_and_takes_it_up(folders: list[Path]) -> None:
+    """It counts for nothing meanwhile, other batches end, and nothing of it is drawn twice or lost."""
+    requests = make_requests(sampling=SAMPLING)
+    whole = {completion.id: completion.tokens for completion in generate(engine(folders[0]), requests, deadline_s=60)}
+    desk = Desk(engine(folders[0]))
+    slips = [desk.submit(requests[:7]), desk.submit(requests[7:])]
+    for _ in range(5):
+        desk.step()
+    assert desk.steps - slips[0].since == 5 and not slips[0].done()
+    desk.put_aside(slips[0])
+    assert max(len(request.begun.tokens) for request in slips[0].aside if request.begun) == 5
+    while desk.unfinished():
+        desk.step()
+    assert slips[1].done() and not slips[0].done() and desk.engine.unfinished() == 0
+    desk.take_up(slips[0])
+    while desk.unfinished():
+        desk.step()
+    done = [completion for slip in slips for completion in slip.result()]
+    assert {completion.id: completion.tokens for completion in done} == whole
+
+
 def test_what_cannot_go_on_is_refused(folders: list[Path]) -> None:
     running = engine(folders[0])
     first, second, *_ = make_requests(sampling=SAMPLING)

@@ -13,6 +13,7 @@ from spmd_rl.data.stream.admission import Frontier, Starts
 from spmd_rl.data.stream.credits import Credits
 from spmd_rl.data.stream.ledger import Ledger
 from spmd_rl.data.stream.rounds import Place, Rounds
+from spmd_rl.data.stream.tails import Tails
 from spmd_rl.data.stream.window import Window
 from tests.unit.stream_model import World, clone
 
@@ -51,6 +52,12 @@ def test_no_interleaving_gets_stuck_or_breaks_the_bound(replicas, staleness, lim
     assert states > 10 and ends >= 1
 
 
+@pytest.mark.parametrize(("replicas", "limit"), [(1, 2), (2, 1)])
+def test_no_interleaving_with_groups_put_aside_gets_stuck_or_breaks_the_bound(replicas, limit):
+    states, ends = every_interleaving(World(Rounds(4, 2, 2), 1, True, replicas, limit, surplus=1, tails=True))
+    assert states > 10 and ends >= 1
+
+
 @pytest.mark.parametrize("budget", [2, 4])
 def test_room_for_less_than_a_microbatch_or_a_step_is_enough(budget):
     """What a step has claimed gives its room back, before the micro-batch that it waits for is full."""
@@ -83,14 +90,22 @@ def run_random(world: World, seed: int, kill_at: int | None = None, weights: dic
     in_order=st.booleans(),
     budget=st.integers(1, 6),
     surplus=st.integers(0, 11),
+    tails=st.booleans(),
     seed=st.integers(0, 2**32),
 )
 def test_random_worlds_train_every_group_once_within_the_bound(
-    epoch_length, batch, steps, staleness, replicas, limit, in_order, budget, surplus, seed
+    epoch_length, batch, steps, staleness, replicas, limit, in_order, budget, surplus, tails, seed
 ):
     surplus = min(surplus, max(staleness * batch - 1, 0))
     world = World(
-        Rounds(epoch_length, batch, steps), staleness, in_order, replicas, limit, budget=budget, surplus=surplus
+        Rounds(epoch_length, batch, steps),
+        staleness,
+        in_order,
+        replicas,
+        limit,
+        budget=budget,
+        surplus=surplus,
+        tails=tails and in_order,
     )
     run_random(world, seed)
     world.check()
@@ -102,7 +117,8 @@ def test_killed_at_any_of_200_points_and_resumed_nothing_is_lost_or_doubled(in_o
     """A1, A5: what was ready or claimed at the end of the checkpointed step is made again, nothing else."""
     rng = random.Random(1)
     for number in range(100):
-        world = World(Rounds(7, 3, 5), 2, in_order, 2, 4, budget=2, surplus=surplus)
+        tails = in_order and surplus > 0 and number % 2 == 1
+        world = World(Rounds(7, 3, 5), 2, in_order, 2, 4, budget=2, surplus=surplus, tails=tails)
         run_random(world, number, kill_at=rng.randint(1, 80))
         world.check()
 
@@ -267,6 +283,24 @@ def test_with_a_surplus_a_step_takes_the_first_ready_and_waits_for_a_straggler_w
     tick = ledger.tick(2, budget=1000)
     assert tick is not None and numbers(tick.handed) == [0, 5, 6, 7] and tick.last
     assert ledger.acknowledge() == Frontier(8) and len(ledger) == 2  # the surplus is for the next step
+
+
+def test_long_groups_go_on_together_when_nothing_else_is_to_do_or_one_is_due():
+    """As above, 6 groups may be late: group 1 is due in step 2, group 5 in step 3."""
+    window = Window(Rounds(100, 4, 9), 2, surplus=2)
+    tails = Tails(window)
+    tails.put_aside(5)
+    assert tails.gather(version=1, idle=False) == [] and tails.aside == {5}
+    tails.put_aside(1)
+    assert tails.gather(version=0, idle=False) == []
+    assert tails.gather(version=1, idle=False) == [1, 5]
+    with pytest.raises(ValueError, match="group 7 is put aside during a long round"):
+        tails.put_aside(7)
+    assert tails.gather(version=1, idle=True) == []  # one long round at a time
+    for group in (5, 1):
+        tails.finish(group)
+    tails.put_aside(7)
+    assert tails.gather(version=1, idle=True) == [7]
 
 
 def test_the_window_at_the_end_of_an_epoch_and_of_the_run():

@@ -14,10 +14,13 @@ from spmd_rl.engines.protocol import Completion, Request, RolloutEngine, SampleI
 
 @dataclass
 class Slip:
-    """Of one batch of requests."""
+    """Of one batch of requests. since: steps of the desk before it; aside: requests that are put aside, as far as
+    they have come."""
 
     order: tuple[SampleId, ...]
+    since: int = 0
     completions: dict[SampleId, Completion] = field(default_factory=dict)
+    aside: tuple[Request, ...] = ()
 
     def done(self) -> bool:
         return len(self.completions) == len(self.order)
@@ -32,26 +35,31 @@ class Desk:
 
     def __init__(self, engine: RolloutEngine) -> None:
         self.engine = engine
+        self.steps = 0
         self._open: dict[SampleId, Slip] = {}
         self._requests: dict[SampleId, Request] = {}
         self._paused: list[Request] = []
 
     def submit(self, requests: Sequence[Request]) -> Slip:
         """Raises ValueError for a sample that is being drawn already."""
-        slip = Slip(tuple(request.id for request in requests))
+        slip = Slip(tuple(request.id for request in requests), self.steps)
         for request in requests:
             if request.id in self._open:
                 raise ValueError(f"sample {request.id} is being drawn already")
-        self._open.update(dict.fromkeys(slip.order, slip))
+        self._enter(slip, requests)
+        return slip
+
+    def _enter(self, slip: Slip, requests: Sequence[Request]) -> None:
+        self._open.update((request.id, slip) for request in requests)
         self._requests.update((request.id, request) for request in requests)
         self.engine.submit(requests)
-        return slip
 
     def unfinished(self) -> int:
         return len(self._open)
 
     def step(self) -> None:
         """One more token for everything that is being drawn. Raises RuntimeError for a completion of nobody's."""
+        self.steps += 1
         for completion in self.engine.step():
             slip = self._open.pop(completion.id, None)
             if slip is None:
@@ -61,6 +69,22 @@ class Desk:
         if self._open and not self.engine.unfinished():
             lost = next(iter(self._open))
             raise RuntimeError(f"the rollout engine lost sample {lost}: it has nothing to do, but did not finish it")
+
+    def put_aside(self, slip: Slip) -> None:
+        """Take what is unfinished of `slip` out of the engine, until `take_up`; nothing of it counts meanwhile.
+
+        The engine must be an `InterruptibleEngine`.
+        """
+        engine: Any = self.engine
+        begun = engine.abort([sample for sample in slip.order if sample in self._open])
+        slip.aside = tuple(replace(self._requests.pop(one.id), begun=one) for one in begun)
+        for one in begun:
+            del self._open[one.id]
+
+    def take_up(self, slip: Slip) -> None:
+        """Go on with what was put aside, under the weights that the engine has now."""
+        requests, slip.aside = slip.aside, ()
+        self._enter(slip, requests)
 
     def pause(self) -> None:
         """Take everything out of the engine, which can then draw for others; `resume` goes on where it was.
