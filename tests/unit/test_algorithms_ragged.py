@@ -33,6 +33,21 @@ def test_segments_equal_a_loop_over_the_samples(lengths: list[int], seed: int) -
     assert torch.equal(ragged.expand(torch.arange(len(lengths)).float(), cu), torch.cat(repeated))
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool])
+def test_expand_is_the_same_for_every_kind_of_value(dtype: torch.dtype) -> None:
+    cu = torch.tensor([0, 2, 2, 5, 6])
+    for values_S in (torch.tensor([3, 1, 0, 2]).to(dtype), torch.tensor([[1, 0], [2, 3], [0, 0], [4, 1]]).to(dtype)):
+        wanted_R = values_S[[0, 0, 2, 2, 2, 3]]
+        found_R = ragged.expand(values_S, cu, total=6)
+        assert found_R.dtype == dtype and torch.equal(found_R, wanted_R)
+
+
+def test_expand_passes_gradients() -> None:
+    values_S = torch.tensor([1.0, 2.0, 3.0], requires_grad=True)
+    (ragged.expand(values_S, torch.tensor([0, 3, 3, 5])) * torch.arange(5.0)).sum().backward()
+    assert values_S.grad is not None and values_S.grad.tolist() == [0 + 1 + 2, 0, 3 + 4]
+
+
 def test_masked_nan_reaches_neither_value_nor_gradient() -> None:
     values_R = torch.tensor([1.0, float("nan"), 3.0, float("inf")], requires_grad=True)
     mask_R = torch.tensor([1, 0, 1, 0])
