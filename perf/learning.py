@@ -1,7 +1,11 @@
-"""Does each recipe learn? The quickstart's task with GRPO and every algorithm of configs/recipes, over several seeds.
+"""Does each recipe learn? GRPO and everything in configs/recipes, over several seeds.
 
-    .venv/bin/python perf/learning.py --steps 24 --check                # all: some hours on 2 cores
-    .venv/bin/python perf/learning.py --steps 8 --recipes dapo gspo     # a few
+    .venv/bin/python perf/learning.py --check --svg docs/learning.svg                # the small task: some minutes
+    .venv/bin/python perf/learning.py --task quickstart --steps 24 --recipes dapo    # SmolLM2-135M: many minutes a seed
+
+The small task (small_task.py) is learned from random weights with the transformers rollout in one process, two where
+ranks that draw and ranks that train are apart; the other one is the quickstart's. Settings that only the size of the
+small model asks for are in `OWN`, and everything else is the recipe's file.
 
 Per run the gain is the mean reward of the last fifth of the steps less that of the first fifth; a recipe has learned
 where the lower end of the one-sided 95 % interval of its gain over the seeds (Student's t) lies above 0. Prints a table
@@ -17,66 +21,38 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
-from math import inf, sqrt
 from pathlib import Path
-from statistics import mean, stdev
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))  # when run as a script, from a checkout that is not installed
 
-from spmd_rl.observe.report.charts import smoothed, ticks  # noqa: E402
+from perf import small_task  # noqa: E402
+from perf.learning_curves import BASELINE, Learned, panels  # noqa: E402
 
-QUICKSTART = ROOT / "configs" / "quickstart.yaml"
-BASELINE = "grpo"  # the quickstart as it is
-FILES = {path.stem: path for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml")) if path.stem != "lora"}
-# One-sided 95 % quantiles of Student's t by degrees of freedom; beyond them the normal one is near enough.
-T_95 = {1: 6.314, 2: 2.920, 3: 2.353, 4: 2.132, 5: 2.015, 6: 1.943, 7: 1.895, 8: 1.860, 9: 1.833}
-
-
-@dataclass(frozen=True)
-class Learned:
-    """What one recipe did. rewards: mean reward per step, one list per seed; gain: mean over the seeds; lower: the
-    lower end of its interval, -inf for a single seed."""
-
-    recipe: str
-    rewards: list[list[float]]
-    gain: float
-    lower: float
-    seconds: float  # of a step, mean
-
-    @classmethod
-    def of(cls, recipe: str, lines: list[list[dict[str, float]]]) -> Learned:
-        rewards = [[line["reward/mean"] for line in run] for run in lines]
-        gains = [gain(curve) for curve in rewards]
-        lower = -inf
-        if len(gains) > 1:
-            lower = mean(gains) - T_95.get(len(gains) - 1, 1.7) * stdev(gains) / sqrt(len(gains))
-        return cls(recipe, rewards, mean(gains), lower, mean(line["time/step"] for run in lines for line in run))
-
-    def line(self) -> dict[str, object]:
-        return {
-            "case": self.recipe,
-            "seeds": len(self.rewards),
-            "steps": len(self.rewards[0]),
-            "gain": round(self.gain, 4),
-            "gain_lower_95": round(self.lower, 4) if self.lower > -inf else None,
-            "seconds_per_step": round(self.seconds, 2),
-            "met": self.lower > 0,
-        }
-
-
-def gain(curve: Sequence[float]) -> float:
-    part = max(1, len(curve) // 5)
-    return mean(curve[-part:]) - mean(curve[:part])
+FILES = {path.stem: path for path in sorted((ROOT / "configs" / "recipes").glob("*.yaml"))}
+QUIET = (
+    *("eval.at_start=false", "eval.at_end=false", "eval.every=0", "checkpoint.every=0", "checkpoint.export=false"),
+    *("observe.tensorboard=false", "observe.timeline=false", "observe.console_samples=0"),
+)
+SMALL_LR = 5e-3
+# Of the small task: the recipes' own are made for models a thousand times as large.
+OWN = {
+    "lora": ["train.optimizer.lr=1e-2"],
+    "ppo": [f"critic.optimizer.lr={SMALL_LR}"],
+    "dapo": ["algorithm.dynamic_sampling_tries=40"],  # a policy that is nearly sure has few groups that differ
+}
 
 
 def main() -> int:
     arguments = parse()
+    folder = Path(arguments.folder or ROOT / "runs" / f"learning_{arguments.task}")
+    config = ROOT / "configs" / "quickstart.yaml"
+    if arguments.task == "small":
+        config = small_task.make(folder, arguments.steps, SMALL_LR)
     results = []
     for recipe in arguments.recipes:
-        lines = [train(arguments, recipe, seed) for seed in range(arguments.seeds)]
-        results.append(Learned.of(recipe, lines))
+        runs = train(arguments, config, folder, recipe)
+        results.append(Learned.of(recipe, [read(run)[: arguments.steps] for run in runs]))
         print(json.dumps(results[-1].line()), flush=True)
     print(f"\n{'recipe':<14} {'gain':>8} {'95 % above':>11} {'s/step':>8}")
     for result in results:
@@ -88,11 +64,12 @@ def main() -> int:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=["small", "quickstart"], default="small")
     parser.add_argument("--recipes", nargs="+", choices=[BASELINE, *FILES], default=[BASELINE, *FILES])
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=24)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--folder", default=str(ROOT / "runs" / "learning"), help="where the runs are kept")
+    parser.add_argument("--ranks", type=int, help="default: 1 for the small task, 2 for the other; async: at least 2")
+    parser.add_argument("--folder", default="", help="where the runs are kept; default: runs/learning_TASK")
     parser.add_argument("--svg", default="", help="file for the curves, e.g. docs/learning.svg")
     parser.add_argument(
         "--set", nargs="*", default=[], metavar="section.key=value", help="further settings of all runs"
@@ -101,90 +78,40 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train(arguments: argparse.Namespace, recipe: str, seed: int) -> list[dict[str, float]]:
-    """The metrics of each step of one run, which is made where it is not there."""
-    run = Path(arguments.folder) / f"{recipe}-{seed}"
-    if len(read(run)) < arguments.steps:
-        overlay = [str(FILES[recipe])] if recipe in FILES else []
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1"),
-            *(f"--nproc-per-node={arguments.ranks}", str(ROOT / "spmd_rl" / "main.py"), str(QUICKSTART), *overlay),
-            *(f"run.folder={run}", f"run.seed={seed}", f"train.steps={arguments.steps}", *arguments.set),
-            *(
-                "eval.at_start=false",
-                "eval.at_end=false",
-                "eval.every=0",
-                "checkpoint.every=0",
-                "checkpoint.export=false",
-            ),
-            *("observe.tensorboard=false", "observe.timeline=false", "observe.console_samples=0"),
+def train(arguments: argparse.Namespace, config: Path, folder: Path, recipe: str) -> list[Path]:
+    """The folders of one run per seed, which are made where they are not there."""
+    runs = [folder / f"{recipe}-{seed}" for seed in range(arguments.seeds)]
+    overlay = [str(FILES[recipe])] if recipe in FILES else []
+    own = OWN.get(recipe, []) if arguments.task == "small" else []
+    lines = [
+        [
+            *(str(config), *overlay, f"run.folder={run}", f"run.seed={seed}", f"train.steps={arguments.steps}"),
+            *(*QUIET, *own, *arguments.set),
         ]
-        print(f"# {recipe}, seed {seed}", file=sys.stderr, flush=True)
-        environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-        subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=environ)
-    return read(run)[: arguments.steps]
+        for seed, run in enumerate(runs)
+        if len(read(run)) < arguments.steps
+    ]
+    ranks = arguments.ranks or (1 if arguments.task == "small" else 2)
+    if recipe == "async":
+        ranks = max(2, ranks)
+    if ranks == 1 and lines:
+        start([sys.executable, str(ROOT / "tests" / "integration" / "several.py"), json.dumps(lines)])
+    for line in lines if ranks > 1 else ():
+        launcher = ("-m", "torch.distributed.run", "--standalone", "--local-addr=127.0.0.1")
+        start([sys.executable, *launcher, f"--nproc-per-node={ranks}", str(ROOT / "spmd_rl" / "main.py"), *line])
+    return runs
+
+
+def start(command: Sequence[str]) -> None:
+    environ = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), *filter(None, [environ.get("PYTHONPATH")])])
+    subprocess.run(command, cwd=ROOT, check=True, stdout=subprocess.DEVNULL, env=environ)
 
 
 def read(run: Path) -> list[dict[str, float]]:
     path = run / "metrics.jsonl"
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [line for line in map(json.loads, lines) if "reward/mean" in line]
-
-
-# --- the drawing: one panel per recipe, its seeds thin, their mean thick, the baseline's mean dashed ---------------
-
-WIDTH, HEIGHT, COLUMNS = 260, 170, 3
-LEFT, TOP, BOTTOM, RIGHT = 38, 26, 22, 10
-
-
-def panels(results: Sequence[Learned]) -> str:
-    """All recipes on the same axes, as one SVG file."""
-    values = [reward for result in results for curve in result.rewards for reward in curve]
-    scale = ticks(min(values), max(values))
-    baseline = next((average(result) for result in results if result.recipe == BASELINE), None)
-    rows = -(-len(results) // COLUMNS)
-    size = f'width="{WIDTH * COLUMNS}" height="{HEIGHT * rows}" viewBox="0 0 {WIDTH * COLUMNS} {HEIGHT * rows}"'
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" {size} font-family="sans-serif" font-size="11">',
-        '<rect width="100%" height="100%" fill="white"/>',
-    ]
-    for place, result in enumerate(results):
-        x, y = place % COLUMNS * WIDTH, place // COLUMNS * HEIGHT
-        parts.append(f'<g transform="translate({x},{y})">{panel(result, scale, baseline)}</g>')
-    return "\n".join([*parts, "</svg>\n"])
-
-
-def average(result: Learned) -> list[float]:
-    return [mean(at_step) for at_step in zip(*result.rewards, strict=True)]
-
-
-def panel(result: Learned, scale: Sequence[float], baseline: Sequence[float] | None) -> str:
-    steps = len(result.rewards[0])
-
-    def line(curve: Sequence[float], style: str) -> str:
-        points = [
-            (
-                LEFT + i / max(1, steps - 1) * (WIDTH - LEFT - RIGHT),
-                HEIGHT - BOTTOM - (v - scale[0]) / (scale[-1] - scale[0]) * (HEIGHT - TOP - BOTTOM),
-            )
-            for i, v in enumerate(curve)
-        ]
-        return f'<polyline fill="none" {style} points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in points)}"/>'
-
-    parts = [f'<text x="{LEFT}" y="16" font-weight="bold">{result.recipe}</text>']
-    lower = f", 95 % above {result.lower:.2f}" if result.lower > -inf else ""
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="16" text-anchor="end">+{result.gain:.2f}{lower}</text>')
-    for tick in (scale[0], scale[-1]):
-        parts.append(line([tick] * steps, 'stroke="#ddd"'))
-        y = HEIGHT - BOTTOM if tick == scale[0] else TOP
-        parts.append(f'<text x="{LEFT - 4}" y="{y + 4}" text-anchor="end" fill="#666">{tick:g}</text>')
-    parts.append(f'<text x="{LEFT}" y="{HEIGHT - 6}" fill="#666">step 1</text>')
-    parts.append(f'<text x="{WIDTH - RIGHT}" y="{HEIGHT - 6}" text-anchor="end" fill="#666">{steps}</text>')
-    parts += [line(curve, 'stroke="#9bc" stroke-width="0.8"') for curve in result.rewards]
-    if baseline is not None and result.recipe != BASELINE:
-        parts.append(line(smoothed(baseline), 'stroke="#888" stroke-dasharray="3 3"'))
-    parts.append(line(smoothed(average(result)), 'stroke="#147" stroke-width="2"'))
-    return "".join(parts)
 
 
 if __name__ == "__main__":
