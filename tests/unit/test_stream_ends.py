@@ -191,6 +191,60 @@ def test_a_limit_that_one_group_exceeds_and_columns_of_unknown_width_are_user_er
         producer.deliver(0, group(0), Metrics())
 
 
+def test_a_put_goes_through_while_the_consumer_waits_and_wakes_it(monkeypatch):
+    """A3: by the bell, not by a look now and then, which is put off by a minute here."""
+    monkeypatch.setattr("spmd_rl.data.stream.consumer._ALONE_S", 60.0)
+    producer, consumer, _ = ends(Rounds(2, 1, 2), wait_s=120.0)
+    got: list[list[int]] = []
+    waiting = threading.Thread(
+        target=lambda: got.extend(p.batch.ids[:, 1].tolist() for p in consumer.portions(1, 1, False, Metrics())),
+        daemon=True,
+    )
+    waiting.start()
+    waiting.join(0.2)
+    assert waiting.is_alive() and not got
+    deliver(producer, 0)
+    waiting.join(30.0)
+    assert got == [[0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_producer_ten_times_too_fast_or_too_slow_stays_within_its_bytes(fast):
+    """A6: room for three groups of the 24; what is alive never exceeds it, and all come once, in their order."""
+    work_s, train_s = (0.001, 0.01) if fast else (0.01, 0.001)
+    limit = 3 * 512
+    producer, consumer, _ = ends(Rounds(24, 4, 6), staleness=3, limit=limit)
+    held, refused, version = [0], threading.Event(), [0]
+
+    def produce() -> None:
+        for number in range(24):
+            while producer.starts.peek(version[0]) != number or not producer.start(number, 512):
+                if producer.starts.peek(version[0]) == number:
+                    refused.set()
+                producer.listen(0.01)
+            held.append(producer.credits.held)
+            time.sleep(work_s)
+            producer.deliver(number, group(number, version=version[0]), Metrics())
+
+    thread = threading.Thread(target=produce, daemon=True)
+    thread.start()
+    assert not fast or refused.wait(30.0)  # the trainers have not even begun, and nobody has taken anything
+    trained, most = [], 0.0
+    for step in range(1, 7):
+        metrics = Metrics()
+        for portion in consumer.portions(step, 1, False, metrics):
+            trained += portion.batch.ids[::4, 1].tolist()
+            time.sleep(train_s)
+        consumer.acknowledge()
+        version[0] = step
+        reduced = metrics.reduce()
+        most = max(most, reduced["stream/bytes"])
+        assert {"stream/wait_s", "stream/ready", "stream/bytes"} <= set(reduced) and reduced["staleness/max"] <= 3
+    thread.join(30.0)
+    assert trained == list(range(24)) and not thread.is_alive()
+    assert max(held) <= limit and 0 < most <= limit
+
+
 def test_notes_go_both_ways_and_the_end_is_said():
     producer, consumer, _ = ends(Rounds(4, 2, 2))
     consumer.tell(0, ("evaluate", 3))
