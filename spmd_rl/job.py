@@ -30,7 +30,7 @@ from spmd_rl.data.batch import Batch
 from spmd_rl.data.exchange import Coordinator
 from spmd_rl.graph.graph import ResolvedGraph, declare, resolve
 from spmd_rl.graph.plan import make_plan
-from spmd_rl.graph.runner import Runner
+from spmd_rl.graph.runner import Runner, peer_groups
 from spmd_rl.graph.stage import BuildContext, Context
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.recorder import Recorder
@@ -97,7 +97,9 @@ class Job:
         limit_s = max(config.comm.timeout_s, config.comm.stage_timeout_s)
         self.coordinator = Coordinator(world, make_transport(config.comm.transport, world, limit_s), edges)
         opened.callback(self.coordinator.close)
-        self.runner = Runner(config, world, self.plan, self.engines, self.coordinator, self.stage)
+        placed = (*graph.placements.values(), *graph.engine_placements.values())
+        self.peers = peer_groups(world, (placement.layout for placement in placed), limit_s)
+        self.runner = Runner(config, world, self.plan, self.engines, self.coordinator, self.stage, self.peers)
 
     def run(self) -> None:
         """All steps that are left; then the final evaluation, checkpoint, export and report."""
@@ -205,7 +207,10 @@ class Job:
         """As a stage placed like `engine` would see it; for what happens between steps."""
         layout = self.graph.engine_placements[engine].layout
         slot, replica = divmod(layout.ranks.index(self.world.rank), layout.replicas)
-        return Context(self.config, self.world, self.engines, self.done, Metrics(), slot, layout.slots, replica)
+        return Context(
+            self.config, self.world, self.engines, self.done, Metrics(), slot, layout.slots, replica,
+            peers=self.peers.get(layout),
+        )  # fmt: skip
 
     def _evaluate(self) -> None:
         if not self.config.data.eval:

@@ -78,9 +78,10 @@ class Replica:
             placed = made.rollout.engine_placements[spec.name]
             with watch.stage(f"build {spec.name}", 0), self.spans(f"build_{spec.name}"):
                 mesh = mine.mesh(placed.ranks, placed.axes)
-                self.engines[spec.name] = spec.build(BuildContext(config, mine, mesh, self.engines))
-                if hasattr(self.engines[spec.name], "close"):
-                    opened.callback(self.engines[spec.name].close)
+                if mine.rank in placed.ranks:
+                    self.engines[spec.name] = spec.build(BuildContext(config, mine, mesh, self.engines))
+                    if hasattr(self.engines[spec.name], "close"):
+                        opened.callback(self.engines[spec.name].close)
                 if spec.name == "rollout":
                     self._form_replica()
         self.desk = self.engines["desk"]

@@ -178,22 +178,19 @@ class Coordinator:
     def _run(self, exchange: Exchange, batch: Batch, lane: Lane) -> tuple[Batch, Assignment]:
         where = f"exchange {exchange.edge!r} of step {exchange.step}"
         counters = self.counters[exchange.edge]
+        source, target = exchange.source.holders, exchange.target.holders
         begin = time.perf_counter()
         try:
             offer_W = lane.mover.offer(exchange.edge)
-            claim = Claim(exchange.describe(), batch, exchange.source, self.world.rank, offer_W)
-            agreed = agree(lane.channel, claim, exchange.source, lane.known.get(exchange.edge, NOTHING_KNOWN))
+            claim = Claim(exchange.describe(), batch, source, self.world.rank, offer_W)
+            agreed = agree(lane.channel, claim, source, lane.known.get(exchange.edge, NOTHING_KNOWN))
             lane.known[exchange.edge] = agreed.known
             met = time.perf_counter()
             try:
-                decision = assign(
-                    agreed.metadata, exchange.source, exchange.target, exchange.balance, exchange.cost, exchange.follow
-                )
+                decision = assign(agreed.metadata, source, target, exchange.balance, exchange.cost, exchange.follow)
             except ValueError as fault:  # the same on every rank: it was found in what all have gathered
                 raise ExchangeError(str(fault)) from None
-            part = Part(
-                agreed.metadata, decision, exchange.source, exchange.target, self.world.rank, agreed.replicas_hold
-            )
+            part = Part(agreed.metadata, decision, source, target, self.world.rank, agreed.replicas_hold)
             counters.plan_s += time.perf_counter() - met
             own = [as_bytes(batch[name].values.to(self.world.device).contiguous()) for name in sorted(batch.columns)]
             moved = lane.mover.move(exchange.edge, part, own, agreed.offers_NW, counters)
@@ -207,13 +204,14 @@ class Coordinator:
         counters.metadata_s += met - begin
         counters.before += decision.before
         counters.after += decision.after
-        result = self._result(part, moved, batch, counters)
+        result = self._result(part, moved, batch, exchange.target, counters)
         counters.samples_out += len(result)
         return result, decision.assignment
 
-    def _result(self, part: Part, moved: Moved, batch: Batch, counters: EdgeCounters) -> Batch:
-        if moved.result is None:
-            return Batch.empty()
+    def _result(self, part: Part, moved: Moved, batch: Batch, target: Layout, counters: EdgeCounters) -> Batch:
+        if moved.result is None:  # ranks of the target whose head has the samples know at least the columns
+            columns = part.metadata.schema.empty(self.world.device) if self.world.rank in target else {}
+            return Batch(Batch.empty().ids, columns)
         if part.in_place:
             counters.local_hits += 1
             return batch if batch.columns else Batch(batch.ids, part.metadata.schema.empty(self.world.device))

@@ -14,11 +14,13 @@ class Layout:
 
     ranks: in mesh order, the data-parallel axis outermost; replicas: consecutive ranks that need the same samples
     (a tensor- or sequence-parallel group). Slot k is `ranks[k * replicas : (k + 1) * replicas]`; its first rank, the
-    *head*, sends and receives for it. Raises UserError where the replicas do not divide the ranks.
+    *head*, sends and receives for it. shared: whether its other ranks get its samples too; else they take part without
+    any. Raises UserError where the replicas do not divide the ranks.
     """
 
     ranks: tuple[int, ...]
     replicas: int = 1
+    shared: bool = True
 
     def __post_init__(self) -> None:
         if not self.ranks:
@@ -37,6 +39,11 @@ class Layout:
         """The first rank of each slot."""
         return self.ranks[:: self.replicas]
 
+    @property
+    def holders(self) -> Layout:
+        """The ranks that have samples: all of them where they are shared, else the heads, each a slot of its own."""
+        return self if self.shared else Layout(self.heads)
+
     @cached_property
     def _slot_of(self) -> dict[int, int]:
         return {rank: place // self.replicas for place, rank in enumerate(self.ranks)}
@@ -54,4 +61,4 @@ class Layout:
 
     def __str__(self) -> str:
         ranks = ",".join(map(str, self.ranks)) if len(self.ranks) <= 8 else f"{self.ranks[0]}..{self.ranks[-1]}"
-        return f"{self.slots}x{self.replicas}[{ranks}]"
+        return f"{self.slots}x{self.replicas}{'' if self.shared else ' heads'}[{ranks}]"

@@ -1,4 +1,4 @@
-"""The prompt loader: every rank knows the whole order and reads only the rows of its slot.
+"""The prompt loader: every rank knows the whole order; one rank of each slot reads the slot's rows, and no others.
 
 What a step holds is a pure function of configuration, rows, and the position (epoch, cursor); neither the number of
 slots nor that of ranks enters it. Prompts are read and tokenised one step ahead, in one thread of the loader's own.
@@ -87,7 +87,7 @@ class PromptLoader:
         ]
         self.position = Position(0, 0)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="loader")
-        self._ahead: dict[tuple[Position, int, int], Future[Batch]] = {}
+        self._ahead: dict[tuple[Position, int | None, int], Future[Batch]] = {}
         if group is None or dist.get_rank(group) == 0:
             self._say("training", self._rows, screened)
             self._say_if_small()
@@ -103,9 +103,10 @@ class PromptLoader:
         """Whether `data.epochs` are done; `batch` gives no more then."""
         return self._is_end(self.position)
 
-    def batch(self, slot: int, slots: int) -> Batch:
+    def batch(self, slot: int | None, slots: int) -> Batch:
         """The prompts that data-parallel slot `slot` of `slots` has in the next step; the position moves on by a step.
 
+        slot: None on a rank that reads for no slot, such as a tensor-parallel peer; it gets none and only keeps count.
         A step never crosses the end of an epoch: the last one of an epoch may be smaller, and a slot may get nothing.
         Columns: `prompt` int32 tokens; `row` UTF-8 JSON; `turn` int32 scalar, which of the step's updates trains on
         the group. Each prompt comes `samples_per_prompt` times. Raises RuntimeError when exhausted.
@@ -119,7 +120,7 @@ class PromptLoader:
             self._ahead[self.position, slot, slots] = self._start(self.position, slot, slots)
         return batch
 
-    def batch_at(self, position: Position, slot: int, slots: int) -> Batch:
+    def batch_at(self, position: Position, slot: int | None, slots: int) -> Batch:
         """What `batch` gives at `position`; moves nothing."""
         return self._start(position, slot, slots).result()
 
@@ -135,8 +136,8 @@ class PromptLoader:
         cursor = position.cursor + self._config.train.prompts_per_step
         return Position(position.epoch, cursor) if cursor < self.epoch_length else Position(position.epoch + 1, 0)
 
-    def eval_batches(self, slot: int, slots: int) -> dict[str, Batch]:
-        """This slot's part of each evaluation source, by its name; the same at every call.
+    def eval_batches(self, slot: int | None, slots: int) -> dict[str, Batch]:
+        """This slot's part of each evaluation source, by its name; the same at every call. slot: as in `batch`.
 
         Identities are (-1, row number over all evaluation sources, sample); columns `prompt` and `row`; each prompt
         comes `eval.samples_per_prompt` times, or once where evaluation is greedy.
@@ -145,7 +146,7 @@ class PromptLoader:
         samples = evaluation.samples_per_prompt if evaluation.temperature > 0 else 1
         batches = {}
         for part, order in zip(self._eval_rows.parts, self._eval_orders, strict=True):
-            prompts = order.prompts(0, slot * order.length // slots, (slot + 1) * order.length // slots).tolist()
+            prompts = order.prompts(0, *_part(slot, slots, order.length)).tolist()
             read = self._thread.submit(self._read, self._eval_rows, prompts).result()
             batches[part.config.name] = _assemble(EVAL_EPOCH, read, samples)
         return batches
@@ -169,17 +170,17 @@ class PromptLoader:
     def _is_end(self, position: Position) -> bool:
         return 0 < self._config.data.epochs <= position.epoch
 
-    def _start(self, position: Position, slot: int, slots: int) -> Future[Batch]:
-        if not 0 <= slot < slots:
+    def _start(self, position: Position, slot: int | None, slots: int) -> Future[Batch]:
+        if slot is not None and not 0 <= slot < slots:
             raise ValueError(f"slot {slot} of {slots}")
         ahead = self._ahead.get((position, slot, slots))
         return ahead or self._thread.submit(self._load, position, slot, slots)
 
-    def _load(self, position: Position, slot: int, slots: int) -> Batch:
+    def _load(self, position: Position, slot: int | None, slots: int) -> Batch:
         train = self._config.train
         epoch, cursor = position
         count = min(train.prompts_per_step, self.epoch_length - cursor)
-        first, last = slot * count // slots, (slot + 1) * count // slots
+        first, last = _part(slot, slots, count)
         places = range(first, last)
         prompts = self._order.prompts(epoch, cursor + first, cursor + last).tolist()
         read = self._read(self._rows, prompts)
@@ -215,6 +216,11 @@ class PromptLoader:
                 "train.prompts_per_step=%d, but an epoch has only %d prompts: each step trains on all of them, once",
                 wanted, there,
             )  # fmt: skip
+
+
+def _part(slot: int | None, slots: int, count: int) -> tuple[int, int]:
+    """Where the part of `slot` in `count` prompts begins and ends."""
+    return (0, 0) if slot is None else (slot * count // slots, (slot + 1) * count // slots)
 
 
 def _assemble(epoch: int, read: list[Prompt], samples: int) -> Batch:

@@ -41,8 +41,8 @@ def choose(keys: Sequence[Key], wanted: int) -> dict[Key, int]:
 class Surplus:
     """The waiting groups of one slot. An engine: its state is part of every checkpoint.
 
-    slot, slots: of the layout that generates; first: whether this rank speaks for its slot, whose ranks all keep the
-    same. group: of all ranks, for CPU tensors; `state_dict` is collective over it.
+    slot, slots: of the layout that generates; first: whether this rank is the one of its slot that has the samples.
+    group: of all ranks, for CPU tensors; `state_dict` is collective over it.
     """
 
     def __init__(self, slot: int, slots: int, first: bool, group: ProcessGroup) -> None:
@@ -67,7 +67,7 @@ class Surplus:
     def state_dict(self) -> dict[str, Any]:
         """The groups of all slots, the same on every rank."""
         parts: list[bytes] = [b""] * dist.get_world_size(self._group)
-        mine = _encode(self._batch) if self._first and len(self._batch) else b""
+        mine = _encode(self._batch) if len(self._batch) else b""
         dist.all_gather_object(parts, mine, group=self._group)
         merged = Batch.concat([_decode(part) for part in parts if part])
         order = sorted(range(len(merged)), key=[*zip(keys_of(merged), merged.ids.tolist(), strict=True)].__getitem__)
@@ -77,6 +77,8 @@ class Surplus:
         """Takes this slot's share of what any number of slots had saved."""
         everything = _decode(state["groups"])
         self.count = int(state["count"])
+        if not self._first:
+            return
         first, last = (slot * self.count // self._slots for slot in (self._slot, self._slot + 1))
         mine = sorted(set(keys_of(everything)))[first:last]
         chosen = [i for i, key in enumerate(keys_of(everything)) if key in mine]

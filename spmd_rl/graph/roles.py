@@ -154,7 +154,7 @@ def cut(graph: Graph, roles: Roles, recorded: Sequence[str]) -> Halves:
 
 def _moved(ranks: Sequence[int], role: Sequence[int], placement: Placement) -> Placement:
     place = {rank: index for index, rank in enumerate(role)}
-    return Placement(tuple(place[rank] for rank in ranks), placement.axes)
+    return replace(placement, ranks=tuple(place[rank] for rank in ranks))
 
 
 def take_samples(context: Context, _: Batch) -> StageOutput:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
+from torch.distributed import ProcessGroup
 
+from spmd_rl.comm.roles import group_of
 from spmd_rl.comm.world import World
 from spmd_rl.config.schema import Config
 from spmd_rl.data.assignment import Assignment
 from spmd_rl.data.batch import Batch, Column
 from spmd_rl.data.exchange import Coordinator, Pending
+from spmd_rl.data.layout import Layout
 from spmd_rl.graph.plan import FinishExchange, Plan, Run, StartExchange
 from spmd_rl.graph.stage import Context, Deferred
 from spmd_rl.observe.metrics import Metrics
@@ -23,7 +26,8 @@ Watch = Callable[[str, int], AbstractContextManager[Any]]
 class Runner:
     """Executes one rank's slice of the plan, step by step.
 
-    watch: called with (operation, step), gives the context manager that times and supervises it.
+    watch: called with (operation, step), gives the context manager that times and supervises it; peers: see
+    `peer_groups`.
     """
 
     def __init__(
@@ -34,6 +38,7 @@ class Runner:
         engines: Mapping[str, Any],
         coordinator: Coordinator,
         watch: Watch,
+        peers: Mapping[Layout, ProcessGroup | None] | None = None,
     ) -> None:
         self._config = config
         self._world = world
@@ -41,6 +46,7 @@ class Runner:
         self._engines = engines
         self._coordinator = coordinator
         self._watch = watch
+        self._peers = peers or {}
 
     def step(
         self, step: int, keep: tuple[str, ...] = (), last: bool = True, metrics: Metrics | None = None
@@ -102,6 +108,7 @@ class Runner:
             replica=replica,
             watch=lambda name: self._watch(name, step),
             last=last,
+            peers=self._peers.get(op.layout),
         )
         output = stage.run(context, batch)
         if op.output is None:
@@ -120,6 +127,18 @@ class Runner:
             store.defer(op.output, stage.name, stage.produces, output)
         else:
             raise TypeError(f"stage {stage.name!r} must return columns {', '.join(stage.produces)}, not {output!r}")
+
+
+def peer_groups(world: World, layouts: Iterable[Layout], limit_s: float) -> dict[Layout, ProcessGroup | None]:
+    """For each layout of which only the heads have samples: a gloo group over this rank's slot; None for a rank
+    without one. Collective over the world; limit_s: deadline of one collective."""
+    wanted = dict.fromkeys(layout for layout in layouts if not layout.shared)
+    return {
+        layout: group_of(
+            world, [[world.job_rank(rank) for rank in layout.group(slot)] for slot in range(layout.slots)], limit_s
+        )
+        for layout in wanted
+    }
 
 
 class _Store:

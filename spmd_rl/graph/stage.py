@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import TYPE_CHECKING, Any, Protocol
 
+from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.config.errors import UserError
@@ -29,11 +30,13 @@ class Placement:
 
     ranks: None for the whole world; axes: name → size, outermost first, one of them may be REST. The axis `dp` tells
     apart ranks that hold different samples; ranks that differ only in other axes (tensor or sequence parallel) form
-    one *slot* and get the same samples, so `dp` comes first.
+    one *slot*, so `dp` comes first. shared: all ranks of a slot get its samples; else only its first one does, and the
+    others run the stage without samples.
     """
 
     ranks: tuple[int, ...] | None = None
     axes: Mapping[str, int] = field(default_factory=lambda: {"dp": REST})
+    shared: bool = True
 
     def resolve(self, owner: str, world_size: int) -> ResolvedPlacement:
         """Concrete ranks and axis sizes. Raises UserError, naming `owner`, where they do not fit the world."""
@@ -54,21 +57,27 @@ class Placement:
         if prod(axes.values()) != len(ranks):
             shape = " x ".join(f"{name}={'any' if size == REST else size}" for name, size in self.axes.items())
             raise UserError(f"{owner}: mesh {shape} does not multiply to its {len(ranks)} ranks")
-        return ResolvedPlacement(ranks, axes)
+        made = ResolvedPlacement(ranks, axes, self.shared)
+        if not made.layout.shared and list(ranks) != sorted(ranks):  # torch sorts the ranks of a group
+            raise UserError(f"{owner}: placed on ranks {list(ranks)}, of which not all share samples: let them ascend")
+        return made
 
 
 @dataclass(frozen=True)
 class ResolvedPlacement:
     ranks: tuple[int, ...]
     axes: Mapping[str, int]
+    shared: bool = True
 
     @property
     def layout(self) -> Layout:
-        return Layout(self.ranks, prod(self.axes.values()) // self.axes["dp"])
+        replicas = prod(self.axes.values()) // self.axes["dp"]
+        return Layout(self.ranks, replicas, self.shared or replicas == 1)
 
     def describe(self) -> str:
         ranks = rank_spans(self.ranks)
-        return f"ranks {ranks} as " + " x ".join(f"{name}={size}" for name, size in self.axes.items())
+        heads = "" if self.layout.shared else f", samples on {rank_spans(self.layout.heads)}"
+        return f"ranks {ranks} as " + " x ".join(f"{name}={size}" for name, size in self.axes.items()) + heads
 
 
 class Deferred(Protocol):
@@ -95,6 +104,13 @@ class Context:
     # Times and supervises a named part of the stage: `with context.watch("rollout"):`.
     watch: Callable[[str], AbstractContextManager[Any]] = nullcontext
     last: bool = True  # whether no more samples of this step come (mode: async brings them in portions)
+    # Where only the first rank of a slot has its samples: a gloo group of the slot's ranks, that one first.
+    peers: ProcessGroup | None = None
+
+    @property
+    def own_slot(self) -> int | None:
+        """The slot whose samples this rank has; None where another rank has them."""
+        return self.slot if self.peers is None or self.replica == 0 else None
 
 
 StageOutput = Mapping[str, Column] | Batch | Deferred | None
@@ -107,7 +123,8 @@ class Stage:
 
     run: called on every rank of the placement with this rank's samples (the columns `consumes`); returns the columns
     `produces` for the same samples, a `Batch` of other samples (then `new_samples` must be set), a `Deferred`, or
-    None where it produces nothing. Ranks of one slot must return the same.
+    None where it produces nothing. Ranks of one slot must return the same, or (placement not shared) all but the first
+    columns without samples.
     after: stages that must have run before, though no column says so.
     balance: spread the samples anew over the slots by the lengths of the columns `cost`.
     every: run in the steps that are multiples of this number.

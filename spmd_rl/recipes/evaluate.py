@@ -28,7 +28,7 @@ def evaluate(context: Context) -> tuple[list[EvalResult], list[SampleRecord]]:
 def answers(context: Context) -> dict[str, Batch]:
     """This slot's part of the held-out prompts by source, answered and scored by the reward functions."""
     made = {}
-    for source, batch in context.engines["loader"].eval_batches(context.slot, context.slots).items():
+    for source, batch in context.engines["loader"].eval_batches(context.own_slot, context.slots).items():
         drawn = batch.with_columns(draw(context, batch, purpose="eval"))
         scores = score(context, drawn).result(context.config.comm.stage_timeout_s)
         made[source] = drawn.with_columns(scored_columns(scores))

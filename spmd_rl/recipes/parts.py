@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
 from spmd_rl.data.balance import Balance
 from spmd_rl.engines.rollout.sampling import check_model, model_tokens
@@ -20,11 +21,13 @@ SCORED = ("prompt", "response")
 class Places:
     """Where samples are drawn, and where models are trained: on all ranks in turns, or (mode async) each on its own.
 
-    judges: where groups are compared: at the trainers, if a step comes to them as a whole, rewards are made there, or
-    groups are selected.
+    Of the ranks that share one engine only the first has samples: it reads, tokenises and rewards them for all.
+    heads: these first ones. judges: where groups are compared: at the trainers, if a step comes to them as a whole,
+    rewards are made there, or groups are selected.
     """
 
     replicas: Placement
+    heads: Placement
     trainers: Placement
     judges: Placement
 
@@ -33,15 +36,13 @@ class Places:
         """Raises UserError for a model that the rollout engine cannot hold."""
         check_model(Path(config.model.path) / "config.json", config.rollout.tensor_parallel, model_tokens(config))
         roles = roles_of(config, world_size)
-        axes = {"dp": REST, "tp": config.rollout.tensor_parallel}
-        replicas, trainers = (
-            Placement(roles.rollout if roles else None, axes),
-            Placement(roles.train if roles else None),
-        )
+        drawing, together = roles.rollout if roles else tuple(range(world_size)), config.rollout.tensor_parallel
+        replicas = Placement(drawing if roles else None, {"dp": REST, "tp": together}, shared=False)
+        trainers = Placement(roles.train if roles else None)
         at_trainers = (
             config.stream.train_on == "step" or bool(config.reward_model.path) or config.algorithm.dynamic_sampling
         )
-        return cls(replicas, trainers, trainers if roles and at_trainers else replicas)
+        return cls(replicas, Placement(drawing[::together]), trainers, trainers if roles and at_trainers else replicas)
 
 
 def engines(config: Config, places: Places) -> list[EngineSpec]:
@@ -50,7 +51,7 @@ def engines(config: Config, places: Places) -> list[EngineSpec]:
     made = [
         EngineSpec("tokenizer", build.tokenizer),
         EngineSpec("loader", build.loader, places.replicas),
-        EngineSpec("reward", build.reward, places.replicas),
+        EngineSpec("reward", build.reward, places.heads),
         EngineSpec("actor", build.actor, places.trainers),
         EngineSpec("rollout", build.rollout, places.replicas),
     ]
@@ -79,6 +80,11 @@ def generation(config: Config, places: Places) -> list[Stage]:
     if config.algorithm.dynamic_sampling and config.mode == "sync":
         return [Stage("experience", dynamic.experience, produces=(*first, *drawn, *judged), placement=at)]
     with_greedy = compares_with_greedy(config)
+    if with_greedy and with_model and config.mode == "async":
+        raise UserError(
+            "algorithm.advantage=remax is not there yet with reward_model.path and mode=async: its greedy responses "
+            "are judged where they are drawn, but the model is at the trainers; leave one out"
+        )
     draw: StageFunction = remax.rollout if with_greedy else stages.rollout
     if config.mode == "async":
         draw, drawn = remax.stream_rollout if with_greedy else stages.stream_rollout, (*drawn, "versions")

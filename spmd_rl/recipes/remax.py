@@ -59,9 +59,8 @@ def greedy_reward(context: Context, batch: Batch) -> Mapping[str, Column] | Defe
     greedy = _one_per_prompt(context, batch)
     columns = {"response": greedy["greedy_response"], "rollout_logprob": greedy["greedy_logprob"]}
     greedy = Batch(greedy.ids, {**greedy.only(("prompt", "row")).columns, **columns})
-    if context.config.reward_model.path:
-        return _of_samples(context, batch, judge(context, greedy))
-    return PendingReward(context, batch, greedy, stages.score(context, greedy))
+    pending = PendingReward(context, batch, greedy, stages.score(context, greedy))
+    return pending.result() if context.config.reward_model.path else pending
 
 
 @dataclass
@@ -78,7 +77,7 @@ class PendingReward:
 
     def result(self) -> Mapping[str, Column]:
         scores = self.pending.result(self.context.config.comm.stage_timeout_s)
-        judged = self.greedy.with_columns({"reward": stages.scored_columns(scores)["reward"]})
+        judged = judge(self.context, self.greedy.with_columns(stages.scored_columns(scores)))
         return _of_samples(self.context, self.batch, judged)
 
 

@@ -31,7 +31,7 @@ from spmd_rl.recipes.kl_control import algorithm_now
 
 def prompts(context: Context, _: Batch) -> Batch:
     """The step's prompts of this slot, each `samples_per_prompt` times."""
-    batch = context.engines["loader"].batch(context.slot, context.slots)
+    batch = context.engines["loader"].batch(context.own_slot, context.slots)
     # By identity, as an exchange orders them: samples that need not move are then handed over as they are.
     ids = batch.ids.tolist()
     return batch.select(torch.tensor(sorted(range(len(ids)), key=ids.__getitem__), dtype=torch.int64))
@@ -89,8 +89,14 @@ def draw(context: Context, batch: Batch, purpose: str) -> dict[str, Column]:
 
 
 def complete(context: Context, asked: Sequence[Request]) -> list[Completion]:
-    """One completion per request, in their order."""
-    return generate(context.engines["rollout"], asked, deadline_s=context.config.comm.stage_timeout_s)
+    """One completion per request, in their order. Where several ranks share an engine, all of them draw what the one
+    with the samples asks for, and it gets the completions."""
+    if context.peers is not None:
+        shared = [asked]
+        dist.broadcast_object_list(shared, group=context.peers, group_src=0)
+        asked = shared[0]
+    done = generate(context.engines["rollout"], asked, deadline_s=context.config.comm.stage_timeout_s)
+    return [] if context.own_slot is None else done
 
 
 def requests(context: Context, batch: Batch, purpose: str) -> list[Request]:
@@ -123,7 +129,10 @@ def reward(context: Context, batch: Batch) -> PendingReward:
 
 
 def score(context: Context, batch: Batch) -> Pending:
-    """The responses of `batch` as text, with their rows, in the hands of the reward workers."""
+    """The responses of `batch` as text, with their rows, in the hands of the reward workers. Ranks that never have
+    samples need none."""
+    if not len(batch):
+        return Pending(context.config.reward, [], [])
     tokenizer = context.engines["tokenizer"]
     return context.engines["reward"].score(
         prompts=_texts(tokenizer, batch["prompt"]),

@@ -6,10 +6,12 @@ import os
 import signal
 import subprocess
 import time
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
+from tests.integration import pairs
 from tests.integration.program import MAIN, metrics, samples, start, tiny_config
 from tests.processes import running
 from tests.world.harness import ROOT, find_mpirun, launch_command
@@ -103,15 +105,18 @@ def test_ahead_of_the_trainers_the_bound_holds(tmp_path, model, overrides):
     assert (sum(step.get("stream/put_aside", 0.0) for step in metrics(run)) > 0) == tails
 
 
-def test_a_replica_of_several_ranks_draws_on_policy(tmp_path, model):
+def test_a_replica_of_several_ranks_draws_on_policy(tmp_path, model, monkeypatch):
     """vLLM over two ranks; a head that decides alone. In float32 its log-probabilities are the trainer's, so any token
-    of older weights, or ranks that part ways, would show."""
-    config = tiny_config(tmp_path, model, eval={"at_end": True})
+    of older weights, or ranks that part ways, would show. Only the head reads prompts, each once."""
+    monkeypatch.setenv(pairs.TOLD, str(tmp_path / "tokenised"))
+    config = tiny_config(tmp_path, model, run={"graph": "tests.integration.pairs:noted"}, eval={"at_end": True})
     overrides = ["placement.train=1", "stream.staleness=0", "rollout.engine=vllm", "rollout.tensor_parallel=2"]
     start(config, "mode=async", *overrides, "rollout.kv_cache_gib=0.125", ranks=3).check()
     run = tmp_path / "run"
     assert ages(run) == [0.0] * 5 and len(samples(run)) == (4 * 5 + 4) * 4
     assert max(abs(step["mismatch/kl"]) for step in metrics(run)) < 1e-5
+    told = Counter(pairs.tokenised(tmp_path / "tokenised"))
+    assert len(told) == 24 + 6 and set(told.values()) == {1} and {rank for rank, _ in told} == {1}
 
 
 def test_a_killed_replica_is_named_and_the_next_start_trains_on_every_group_once(tmp_path, model):

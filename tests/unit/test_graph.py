@@ -155,6 +155,10 @@ def test_occasional_consumer_does_not_become_the_source_of_a_regular_one():
         ([stage("a", "", "x", placement=Placement(()))], "no rank"),
         ([stage("a", "", "x", placement=Placement(axes={"dp": REST, "tp": 3}))], "does not multiply to its 4 ranks"),
         ([stage("a", "", "x", placement=Placement(axes={"tp": 2, "dp": 2}))], "first mesh axis must be dp"),
+        (
+            [stage("a", "", "x", placement=Placement((1, 0), {"dp": 1, "tp": 2}, shared=False))],
+            "not all share samples: let them ascend",
+        ),
         ([stage("a", "", "x", every=2), stage("b", "x", "")], "only every 2"),
         ([stage("a", "", "x"), stage("b", "x", "", balance=Balance())], "balanced by 'prompt'"),
     ],

@@ -102,6 +102,21 @@ def test_a_slot_without_prompts_has_the_columns(tmp_path, tokenizer):
     assert batch["prompt"].values.dtype == torch.int32 and batch["row"].values.dtype == torch.uint8
 
 
+def test_a_rank_that_reads_for_no_slot_only_keeps_count(tmp_path, tokenizer, monkeypatch):
+    source = stored(tmp_path, "a", [f"p{i}" for i in range(11)])
+    reads, counts = (
+        PromptLoader(configured(source, prompts=4, epochs=2, held_out=[source]), tokenizer) for _ in range(2)
+    )
+    monkeypatch.setattr(counts._encoder, "encode", None)  # a call would fail
+    while not reads.exhausted:
+        assert not counts.exhausted
+        batch, empty = reads.batch(0, 2), counts.batch(None, 2)
+        assert len(empty) == 0 and set(empty.columns) == set(batch.columns)
+        assert all(empty[name].values.dtype == batch[name].values.dtype for name in batch.columns)
+        assert counts.state_dict() == reads.state_dict()
+    assert counts.exhausted and len(counts.eval_batches(None, 2)["a"]) == 0
+
+
 def test_seed_decides_and_shuffle_can_be_off(tmp_path, tokenizer):
     source = stored(tmp_path, "a", [f"p{i}" for i in range(20)])
     orders = [steps(PromptLoader(configured(source, prompts=20, seed=seed), tokenizer), 1) for seed in (0, 0, 1)]

@@ -26,7 +26,7 @@ def layouts(size: int) -> list[Layout]:
     """A few layouts of every kind over a world."""
     everyone = tuple(range(size))
     found = [Layout(everyone), Layout(everyone[::-1]), Layout(everyone[:1]), Layout(everyone[-1:])]
-    found += [Layout(everyone, r) for r in range(2, size + 1) if size % r == 0]
+    found += [Layout(everyone, r, shared) for r in range(2, size + 1) if size % r == 0 for shared in (True, False)]
     if size > 2:
         found += [Layout(everyone[: size // 2]), Layout(everyone[size // 2 :]), Layout(everyone[1:])]
     return list(dict.fromkeys(found))
@@ -44,7 +44,9 @@ def place(rng: random.Random, ids: list[SampleId], layout: Layout) -> list[list[
 
 def held(slots: list[list[SampleId]], layout: Layout, rank: int, columns: dict[str, Any]) -> Batch:
     slot = layout.slot_of(rank)
-    return Batch.empty() if slot is None else make_samples(slots[slot], columns)
+    if slot is None:
+        return Batch.empty()
+    return make_samples(slots[slot] if rank in layout.holders else [], columns)
 
 
 def check(
@@ -55,7 +57,7 @@ def check(
     if slot is None:
         assert len(result) == 0 and not result.columns
         return
-    wanted = [tuple(row) for row in assignment.of_slot(slot).tolist()]
+    wanted = [tuple(row) for row in assignment.of_slot(slot).tolist()] if rank in layout.holders else []
     assert same_bytes(result, make_samples(wanted, columns)), f"rank {rank} got wrong bytes"
 
 

@@ -1,8 +1,8 @@
 """One engine of several ranks, where one of them decides: what it asks of the engine, all do in the same order.
 
-In a synchronous rollout every rank of a tensor-parallel group comes to the same calls by itself. A replica of
-asynchronous training decides by what has arrived and when, which no two ranks see alike. So its head decides alone,
-and each call goes to the others first, a few bytes per step.
+In a synchronous rollout the ranks of a tensor-parallel group know the same requests and come to the same calls by
+themselves. A replica of asynchronous training decides by what has arrived and when, which no two ranks see alike. So
+its head decides alone, and each call goes to the others first, a few bytes per step.
 """
 
 from __future__ import annotations
