@@ -8,6 +8,8 @@
 #   HOSTFILE  machines and their slots, in the MPI's own format (default: this machine; inside Slurm or PBS: the job's)
 #   MPIRUN    the launcher (default: mpirun of .venv, else of PATH)
 #
+# Ctrl-C or SIGTERM lets the ranks finish the step, save their state and end; a second one ends them at once.
+#
 # Variables whose names begin with NCCL_, GLOO_, HF_, CUDA_, OMP_, MASTER_, VLLM_ or PYTHON reach all machines. The
 # repository and its .venv must lie at the same place on all of them.
 set -euo pipefail
@@ -37,4 +39,14 @@ else
     if [ -n "${HOSTFILE:-}" ]; then options+=(-f "$HOSTFILE"); fi
     if [ ${#names[@]} -gt 0 ]; then options+=(-genvlist "$(IFS=,; echo "${names[*]}")"); fi
 fi
-exec "$mpirun" "${options[@]}" -n "${NP:-$ranks}" "$python" "$root/spmd_rl/main.py" "$@"
+
+# Asked to stop, an MPI launcher kills its ranks at once; SIGUSR1 it passes on to them. So it gets a process group of its
+# own, where a terminal's Ctrl-C doesn't reach it, and ends with this script (prctl 1: PR_SET_PDEATHSIG, 15: SIGTERM).
+follow='import ctypes, os, sys; ctypes.CDLL(None).prctl(1, 15); os.execvp(sys.argv[1], sys.argv[1:])'
+set -m
+"$python" -c "$follow" "$mpirun" "${options[@]}" -n "${NP:-$ranks}" "$python" "$root/spmd_rl/main.py" "$@" </dev/null &
+launcher=$!
+signal=USR1
+trap 'kill -$signal $launcher 2>/dev/null; signal=TERM' INT TERM HUP
+while kill -0 "$launcher" 2>/dev/null; do wait "$launcher" || true; done # a signal ends the wait, too
+wait "$launcher"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -93,6 +94,28 @@ def test_without_a_config_they_say_how_to_use_them(script: str) -> None:
     done = subprocess.run([str(ROOT / "launch" / script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert f"launch/{script} CONFIG [section.key=value ...]" in done.stderr and "#!" not in done.stderr
+
+
+@pytest.mark.mpi
+@pytest.mark.skipif(find_mpirun() is None, reason="no mpirun in this environment")
+@pytest.mark.parametrize("signals", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM, signal.SIGTERM]])
+def test_ranks_of_mpirun_are_asked_once_before_they_are_killed(root: Path, signals: list[signal.Signals]) -> None:
+    (root / "spmd_rl" / "main.py").write_text(
+        "import signal, sys, time\n"
+        "def stop(*_):\n    print('asked', flush=True)\n    time.sleep(float(sys.argv[1]))\n    sys.exit(0)\n"
+        "signal.signal(signal.SIGUSR1, stop)\nprint('ready', flush=True)\ntime.sleep(60)\n"
+    )
+    command = [str(root / "launch" / "mpirun.sh"), "60" if len(signals) > 1 else "2"]
+    job = subprocess.Popen(
+        command, env={**os.environ, "NP": "2"}, stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    assert job.stdout is not None
+    assert [job.stdout.readline().strip() for _ in range(2)] == ["ready"] * 2
+    os.killpg(job.pid, signals[0])  # to the whole group, as a terminal does
+    assert [job.stdout.readline().strip() for _ in range(2)] == ["asked"] * 2
+    for number in signals[1:]:
+        os.killpg(job.pid, number)
+    assert (job.wait(30) == 0) == (len(signals) == 1)
 
 
 def test_several_machines_need_to_know_the_first() -> None:
