@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import re
+from typing import Any, get_args, get_type_hints
 
 from spmd_rl.config.schema import Config
 
@@ -52,9 +53,28 @@ def run_identity(config: Config) -> dict[str, Any]:
 
 
 def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
-    """One phrase per setting that differs, by name."""
-    keys = [key for key in sorted(there.keys() | here.keys()) if there.get(key) != here.get(key)]
-    return [f"{key} is {there.get(key)!r} there and {here.get(key)!r} here" for key in keys]
+    """One phrase per setting that differs, by name. there: of a run that an older version may have begun.
+
+    A setting that is new since then had its default; one that has become free counts no more.
+    """
+    there = {key: value for key, value in there.items() if key in here or not _within(key, _FREE)}
+    there |= {key: _default(key) for key in here.keys() - there.keys()}
+    keys = [key for key in sorted(there) if there[key] != here.get(key)]
+    return [f"{key} is {there[key]!r} there and {here.get(key)!r} here" for key in keys]
+
+
+def _default(key: str) -> Any:
+    """What a setting is where nobody names it; None where there is no such setting, or it must be named."""
+    section: Any = Config
+    for name in re.sub(r"\[\d+\]", "", key).split("."):
+        known = (
+            {field.name: field for field in dataclasses.fields(section)} if dataclasses.is_dataclass(section) else {}
+        )
+        if name not in known:
+            return None
+        field, hint = known[name], get_type_hints(section)[name]
+        section = next(iter(get_args(hint)), hint)  # of a list: of its items
+    return field.default if field.default_factory is dataclasses.MISSING else field.default_factory()
 
 
 def _flatten(prefix: str, value: Any, flat: dict[str, Any]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from spmd_rl.checkpoint.files import Commit, write_commit
 from spmd_rl.checkpoint.identity import run_identity
 from spmd_rl.checkpoint.resume import resolve_resume, step_of
 from spmd_rl.config.errors import UserError
-from spmd_rl.config.schema import Config, OptimizerConfig, SourceConfig
+from spmd_rl.config.schema import Config, DataConfig, OptimizerConfig, SourceConfig
 
 IDENTITY: dict[str, Any] = {"train.prompts_per_step": 8, "model.path": "m", "data.train[0].params.min": 1}
 
@@ -48,6 +49,23 @@ def test_auto_starts_goes_on_and_refuses(tmp_path: Path, group: dist.ProcessGrou
     with pytest.raises(UserError, match=r"runs/a belongs to another run: train.prompts_per_step is 8 there and 16"):
         resolve_resume(run, "auto", IDENTITY | {"train.prompts_per_step": 16}, group)
     assert latest.exists()
+
+
+def test_a_run_of_an_older_version_goes_on(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    data = DataConfig(train=[SourceConfig(name="a", path="x")])
+    now = run_identity(Config(data=data))
+    without = ("stream.staleness", "train.optimizer.betas", "data.train[0].weight")  # as if they were new
+    before = {key: value for key, value in now.items() if key not in without} | {"observe.nvtx": False}  # now free
+    resolve_resume(tmp_path / "a", "auto", before, group)
+    assert resolve_resume(tmp_path / "a", "auto", now, group) is None
+    with pytest.raises(UserError, match=r"another run: stream.staleness is 1 there and 3 here\. "):
+        resolve_resume(tmp_path / "a", "auto", now | {"stream.staleness": 3}, group)
+    more = run_identity(Config(data=replace(data, train=[*data.train, SourceConfig(name="b", path="y")])))
+    with pytest.raises(UserError, match=r"data.train\[1\].name is .* there and 'b' here"):
+        resolve_resume(tmp_path / "a", "auto", more, group)
+    with pytest.raises(UserError, match=r"train.gone is 3 there and None here"):
+        resolve_resume(tmp_path / "b", "auto", before | {"train.gone": 3}, group)
+        resolve_resume(tmp_path / "b", "auto", now, group)
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, group: dist.ProcessGroup) -> None:
