@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from spmd_rl.comm.bootstrap import describe
+from spmd_rl.comm.bootstrap import describe, shutdown
 from spmd_rl.comm.digest import Disagreement, agree
 from spmd_rl.comm.liveness import Liveness
 from spmd_rl.comm.world import World
@@ -38,6 +38,20 @@ def place(world: World) -> dict[str, Any]:
         "address": world.address,
         "interface": os.environ["GLOO_SOCKET_IFNAME"],
     }
+
+
+def lost_at_the_end(world: World) -> None:
+    if world.rank == 1:
+        os._exit(0)
+    shutdown(world)
+    os._exit(0)  # the runner would come to `shutdown` again
+
+
+def test_a_rank_lost_between_the_last_work_and_the_end_is_one_line() -> None:
+    result = run_world(lost_at_the_end, ranks=2)
+    assert result.returncode == 0, result.stderr
+    assert "spmd_rl: rank 0: another rank is gone before all said goodbye; the work was done" in result.stderr
+    assert "Traceback" not in result.stderr
 
 
 @pytest.mark.parametrize(
