@@ -90,16 +90,16 @@ def read_commit(folder: Path) -> Commit:
     """The commit of a whole checkpoint, by marker and sizes. Raises InvalidCheckpoint."""
     try:
         marker = json.loads((folder / MARKER).read_text(encoding="utf-8"))
-        files = {name: (entry["bytes"], entry["crc32"]) for name, entry in marker["files"].items()}
-        commit = Commit(marker["step"], marker["order"], marker["world_size"], files)
+        files = {name: (int(entry["bytes"]), int(entry["crc32"])) for name, entry in marker["files"].items()}
+        commit = Commit(int(marker["step"]), int(marker["order"]), int(marker["world_size"]), files)
     except (FileNotFoundError, NotADirectoryError):
         raise InvalidCheckpoint(f"{MARKER} is missing: it was not written to the end") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         raise InvalidCheckpoint(f"{MARKER} is unreadable") from None
     for name, (size, _) in commit.files.items():
         try:
             found = (folder / name).stat().st_size
-        except FileNotFoundError:
+        except OSError:
             raise InvalidCheckpoint(f"{name} is missing") from None
         if found != size:
             raise InvalidCheckpoint(f"{name} has {found} bytes, {size} were written")
@@ -123,6 +123,11 @@ def candidates(folder: Path) -> list[Path]:
     if not folder.is_dir():
         return []
     return sorted(path for path in folder.iterdir() if path.is_dir() and _NAME.match(path.name))
+
+
+def is_unfinished(path: Path) -> bool:
+    """Whether the folder never got its final name."""
+    return ".tmp-" in path.name
 
 
 def valid_checkpoints(folder: Path, complain: bool = False) -> list[tuple[Path, Commit]]:
@@ -155,7 +160,7 @@ def prune(folder: Path, keep: int, spare: Iterable[Path] = ()) -> None:
     spared = set(spare)
     whole = [path for path, _ in valid_checkpoints(folder)]
     superfluous = whole[:-keep] if keep else []
-    unfinished = [path for path in candidates(folder) if path not in whole and ".tmp-" in path.name]
+    unfinished = [path for path in candidates(folder) if path not in whole and is_unfinished(path)]
     for path in superfluous + unfinished:
         if path not in spared:
             remove(path)

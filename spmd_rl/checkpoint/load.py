@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from spmd_rl.checkpoint.checkpointer import RNG
-from spmd_rl.checkpoint.files import InvalidCheckpoint, damaged, read_commit, read_meta
+from spmd_rl.checkpoint.files import InvalidCheckpoint, damaged, read_commit, read_meta, valid_checkpoints
 from spmd_rl.checkpoint.rng import capture_rng, restore_rng
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
@@ -58,7 +58,9 @@ def _verify(path: Path, world: World) -> None:
     dist.all_gather_object(problems, problem, group=world.control)
     found = next(filter(None, problems), None)
     if found:
-        raise UserError(f"{path} is no usable checkpoint: {found}; resume from another one by run.resume=PATH")
+        others = [other for other, _ in valid_checkpoints(path.parent) if other.name != path.name]
+        hint = f"run.resume={others[-1]} goes on from the one before" if others else "there is no other beside it"
+        raise UserError(f"{path} is no usable checkpoint: {found}; {hint}")
 
 
 def _first_failure(error: CheckpointException) -> str:

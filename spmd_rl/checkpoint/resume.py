@@ -11,7 +11,14 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from spmd_rl.checkpoint.files import InvalidCheckpoint, latest_valid, read_commit, write_durably
+from spmd_rl.checkpoint.files import (
+    InvalidCheckpoint,
+    candidates,
+    is_unfinished,
+    latest_valid,
+    read_commit,
+    write_durably,
+)
 from spmd_rl.checkpoint.identity import differences
 from spmd_rl.config.errors import UserError
 
@@ -69,10 +76,25 @@ def _resolve(run_folder: Path, rule: str, identity: dict[str, Any]) -> Path | No
         _same_run(run_folder, identity)
         if rule == "auto":
             found = latest_valid(run_folder / CHECKPOINTS)
+            if found is None:
+                _refuse_damaged(run_folder / CHECKPOINTS)
     else:
         run_folder.mkdir(parents=True, exist_ok=True)
         write_durably(run_folder / RUN_FILE, json.dumps({"settings": identity}, indent=1, sort_keys=True) + "\n")
     return found
+
+
+def _refuse_damaged(folder: Path) -> None:
+    """A run whose checkpoints were whole once and are no more does not start anew over its own records."""
+    once = [path for path in candidates(folder) if not is_unfinished(path)]
+    if once:
+        try:
+            read_commit(once[-1])
+        except InvalidCheckpoint as error:
+            raise UserError(
+                f"no checkpoint in {folder} is whole any more ({once[-1].name}: {error}): bring one back, or start "
+                "anew in another run.folder"
+            ) from None
 
 
 def _explicit(path: Path) -> Path:
@@ -89,7 +111,7 @@ def _explicit(path: Path) -> Path:
 
 def _same_run(run_folder: Path, identity: dict[str, Any]) -> None:
     try:
-        there = json.loads((run_folder / RUN_FILE).read_text(encoding="utf-8"))["settings"]
+        there = dict(json.loads((run_folder / RUN_FILE).read_text(encoding="utf-8"))["settings"])
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{run_folder / RUN_FILE} is unreadable: give another run.folder") from None
     here = json.loads(json.dumps(identity))

@@ -53,6 +53,11 @@ def test_latest_is_the_last_commit_not_the_highest_step(tmp_path: Path) -> None:
         (lambda path: (path / MARKER).unlink(), "not written to the end"),
         (lambda path: (path / MARKER).write_text("{"), "unreadable"),
         (lambda path: (path / MARKER).write_text("[]"), "unreadable"),
+        (
+            lambda path: (path / MARKER).write_text('{"step": 20, "order": "b", "world_size": 2, "files": {}}'),
+            "unreadable",
+        ),
+        (lambda path: ((path / MARKER).unlink(), (path / MARKER).mkdir()), "unreadable"),
         (lambda path: (path / "data").write_bytes(b"short"), "data has 5 bytes, 2000 were written"),
         (lambda path: (path / "data").unlink(), "data is missing"),
     ],

@@ -51,6 +51,17 @@ def test_auto_starts_goes_on_and_refuses(tmp_path: Path, group: dist.ProcessGrou
     assert latest.exists()
 
 
+def test_a_run_without_a_whole_checkpoint_starts_anew_only_if_it_never_had_one(
+    tmp_path: Path, group: dist.ProcessGroup
+) -> None:
+    resolve_resume(tmp_path, "auto", IDENTITY, group)
+    (tmp_path / "checkpoints" / "step_000010.tmp-0a1b").mkdir(parents=True)  # killed while it was written
+    assert resolve_resume(tmp_path, "auto", IDENTITY, group) is None
+    (checkpoint(tmp_path / "checkpoints", 10, 1) / "COMMITTED").write_text("")
+    with pytest.raises(UserError, match=r"no checkpoint in .* is whole any more \(step_000010: COMMITTED is unread"):
+        resolve_resume(tmp_path, "auto", IDENTITY, group)
+
+
 def test_a_run_of_an_older_version_goes_on(tmp_path: Path, group: dist.ProcessGroup) -> None:
     data = DataConfig(train=[SourceConfig(name="a", path="x")])
     now = run_identity(Config(data=data))
@@ -73,6 +84,13 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, group: dist.Proce
     with pytest.raises(UserError, match=r"is no folder of a run \(run.json is missing, it holds thesis.tex\)"):
         resolve_resume(tmp_path, "auto", IDENTITY, group)
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("text", ["", "[1]", '{"settings": [1]}', '{"settings": 3}'])
+def test_an_unreadable_run_file_is_one_line(tmp_path: Path, group: dist.ProcessGroup, text: str) -> None:
+    (tmp_path / "run.json").write_text(text)
+    with pytest.raises(UserError, match=r"run.json is unreadable: give another run.folder"):
+        resolve_resume(tmp_path, "auto", IDENTITY, group)
 
 
 def test_none_wants_a_new_folder(tmp_path: Path, group: dist.ProcessGroup) -> None:
