@@ -112,7 +112,7 @@ class Job:
         if self.resumed:
             self._restore(self.resumed)
         self._begin()
-        stopped = self.stop.agreed(self.world)
+        stopped = self._asked_to_stop()
         if config.eval.at_start and not self.resumed and not stopped:
             self._evaluate()
         first, evaluated = self.done, -1
@@ -121,7 +121,7 @@ class Job:
             if config.eval.every and self.done % config.eval.every == 0 and self.done < steps:
                 self._evaluate()
                 evaluated = self.done
-            stopped = self.stop.agreed(self.world)
+            stopped = self._asked_to_stop()
             if stopped or (config.checkpoint.every and self.done % config.checkpoint.every == 0):
                 self._save()
         if stopped:
@@ -152,6 +152,10 @@ class Job:
             with self.stage("restore", self.done):
                 context = self._context("actor")
                 next(stage for stage in self.graph.order if stage.name == "sync").run(context, Batch.empty())
+
+    def _asked_to_stop(self) -> bool:
+        """Whether any rank was. Collective."""
+        return self.stop.agreed(self.world)
 
     def _end(self) -> None:
         """After the last work, before the report is written."""

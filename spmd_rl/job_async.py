@@ -90,7 +90,7 @@ def run_async(config: Config) -> int:
                 if mine.role == TRAIN:
                     TrainerJob(config, job, mine, made, watch, stop, opened).run()
                 else:
-                    Replica(config, job, mine, made, watch, opened).run()
+                    Replica(config, job, mine, made, watch, stop, opened).run()
         shutdown(job)
     return 0
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from spmd_rl.comm.liveness import Liveness
 from spmd_rl.comm.roles import group_of
+from spmd_rl.comm.stop import StopFlag
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config
@@ -64,8 +65,17 @@ class Replica:
     Of a replica of several ranks the first one, its head, does all of this; the others repeat what its engine does.
     """
 
-    def __init__(self, config: Config, job: World, mine: World, made: Cast, watch: Liveness, opened: ExitStack) -> None:
-        self.config, self.job, self.world, self.cast, self.watch = config, job, mine, made, watch
+    def __init__(
+        self,
+        config: Config,
+        job: World,
+        mine: World,
+        made: Cast,
+        watch: Liveness,
+        stop: StopFlag,
+        opened: ExitStack,
+    ) -> None:
+        self.config, self.job, self.world, self.cast, self.watch, self.stop = config, job, mine, made, watch, stop
         self.engines: dict[str, Any] = {}
         with watch.stage("start", 0):  # the trainers claim the run folder first
             self.finished = share(job)["done"] >= config.train.steps
@@ -178,6 +188,8 @@ class Replica:
             self.producer.listen()
             self._heed_notes()
             self._put_aside()
+            if self.stop.is_set:
+                self.producer.ask_to_stop()
             self._swap()
             self._admit()
             self._take_up()

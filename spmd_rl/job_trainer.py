@@ -117,6 +117,11 @@ class TrainerJob(Job):
             return self.ledger
         return Ledger(start.window, start.frontier)
 
+    def _asked_to_stop(self) -> bool:
+        if self.consumer.stop_asked_by is not None:
+            self.stop.set(f"a signal to rank {self.consumer.stop_asked_by}")
+        return super()._asked_to_stop()
+
     def _train(self, step: int) -> tuple[Batch, Metrics]:
         """Train on the groups of `step` as they come, then publish the weights."""
         config, metrics = self.config, Metrics()

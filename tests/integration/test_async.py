@@ -165,6 +165,15 @@ def test_a_killed_replica_is_named_and_the_next_start_trains_on_every_group_once
     assert "all 6 steps are done" in start(config, *overrides, ranks=2).check().stdout
 
 
+def test_a_signal_to_a_replica_alone_stops_the_run_with_a_checkpoint(tmp_path, model):
+    config = tiny_config(tmp_path, model)
+    with (tmp_path / "rewards.py").open("a") as rewards:  # runs in a worker, whose parent is the replica
+        rewards.write("\nimport os, signal\nos.kill(os.getppid(), signal.SIGTERM)\n")
+    done = start(config, "mode=async", "placement.train=1", "train.steps=100000", "checkpoint.every=0", ranks=2).check()
+    assert "stopped by a signal to rank 1 after step" in done.stdout
+    assert len(list((tmp_path / "run" / "checkpoints").glob("step_??????"))) == 1
+
+
 def test_evaluations_are_of_the_weights_they_are_named_after(tmp_path, model):
     """Against the synchronous run: with eta = 0 both evaluate the same weights."""
     evaluated = {}

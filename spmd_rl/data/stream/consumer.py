@@ -67,6 +67,7 @@ class Consumer:
         self._empty: Schema | None = None  # of batches without a sample
         self._pending_rows: list[list[int]] = []  # come in, not yet told to the others
         self.notes: list[Any] = []  # what replicas have said beside
+        self.stop_asked_by: int | None = None  # the rank of the head of a replica that was asked to stop
 
     def portions(self, step: int, budget: int, whole: bool, metrics: Metrics) -> Iterator[Portion]:
         """The groups of `step` as they come, in portions of `budget` tokens over all trainers (whole: in one).
@@ -155,6 +156,8 @@ class Consumer:
                 self._schemas[replica, schema] = Schema.decode(frame.body(place).numpy().tobytes())
             elif kind == Kind.METRICS:
                 self._metrics[group] = pickle.loads(frame.body(place).numpy().tobytes())
+            elif kind == Kind.STOP:
+                self.stop_asked_by = self._lines[replica][0].peer
             elif kind == Kind.NOTE:
                 self.notes.append(pickle.loads(frame.body(place).numpy().tobytes()))
 

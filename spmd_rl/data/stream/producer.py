@@ -41,6 +41,7 @@ class Producer:
         self._columns, self._longest, self._shared = columns, longest, shared
         self._inlet, self._outlet, self._bell = line
         self._schemas: dict[int, int] = {}  # digest → number
+        self._asked = False
 
     def largest(self, batch: Batch) -> int:
         """Bytes that a group which has come so far can have in the end, at most."""
@@ -90,6 +91,12 @@ class Producer:
         """Anything that can be pickled, for the home trainer."""
         body = torch.frombuffer(bytearray(pickle.dumps(note)), dtype=torch.uint8)
         self._outlet.put(Message(Kind.NOTE, body.numel()), body)
+
+    def ask_to_stop(self) -> None:
+        """Let the trainers end the run after their present step, as if they had been asked to; once is enough."""
+        if not self._asked:
+            self._asked = True
+            self._outlet.put(Message(Kind.STOP))
 
     def listen(self, timeout_s: float = 0.0) -> None:
         """Take in what the trainer has sent; wait for something, at most so long."""
