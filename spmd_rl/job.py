@@ -272,4 +272,4 @@ class Job:
                     settings, weights = actor.adapter_settings(), actor.adapter_weights()
                     export_adapter(self.folder / "adapter", settings, weights, self.world)
         if outcome is not None and outcome.error:
-            raise RuntimeError(f"the final checkpoint was not written: {outcome.error}")
+            raise UserError(f"the final checkpoint was not written: {outcome.error}")

@@ -74,6 +74,9 @@ def _resolve(run_folder: Path, rule: str, identity: dict[str, Any]) -> Path | No
         )
     if entries:
         _same_run(run_folder, identity)
+        checkpoints = run_folder / CHECKPOINTS
+        if checkpoints.exists() and not checkpoints.is_dir():
+            raise UserError(f"{checkpoints} is a file: a folder for checkpoints is to be there")
         if rule == "auto":
             found = latest_valid(run_folder / CHECKPOINTS)
             if found is None:

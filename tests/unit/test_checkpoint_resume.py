@@ -62,6 +62,13 @@ def test_a_run_without_a_whole_checkpoint_starts_anew_only_if_it_never_had_one(
         resolve_resume(tmp_path, "auto", IDENTITY, group)
 
 
+def test_a_file_in_the_place_of_the_checkpoints_is_refused(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    resolve_resume(tmp_path, "auto", IDENTITY, group)
+    (tmp_path / "checkpoints").touch()
+    with pytest.raises(UserError, match=r"checkpoints is a file: a folder"):
+        resolve_resume(tmp_path, "auto", IDENTITY, group)
+
+
 def test_a_run_of_an_older_version_goes_on(tmp_path: Path, group: dist.ProcessGroup) -> None:
     data = DataConfig(train=[SourceConfig(name="a", path="x")])
     now = run_identity(Config(data=data))
