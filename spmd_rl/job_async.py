@@ -71,6 +71,8 @@ def cast(config: Config, size: int) -> Cast:
     unplaced = [name for name in ("rollout", "prompts") if name not in made.rollout.placements]
     if unplaced:
         raise UserError(f"stage {unplaced[0]!r} is placed on ranks that train; with mode=async it must draw")
+    if config.stream.tolerate_replica_loss and len(made.replicas) < 2:
+        raise UserError("stream.tolerate_replica_loss=true: there is one replica, and nobody to take over from it")
     return made
 
 

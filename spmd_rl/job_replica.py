@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from spmd_rl.data.stream.admission import Starts
 from spmd_rl.data.stream.channel import Bell, open_ends
 from spmd_rl.data.stream.producer import Producer
 from spmd_rl.data.stream.selection import SelectingStarts
+from spmd_rl.engines.protocol import EngineFailure
 from spmd_rl.engines.rollout.desk import Slip
 from spmd_rl.engines.rollout.lead import Lead, follow
 from spmd_rl.engines.rollout.long_rounds import LongRounds
@@ -27,6 +29,7 @@ from spmd_rl.graph.groups import GroupRun
 from spmd_rl.graph.roles import ACCEPTED
 from spmd_rl.graph.stage import BuildContext, Context
 from spmd_rl.job_async import Cast, Start, meet, share
+from spmd_rl.job_loss import Loss
 from spmd_rl.observe.metrics import Metrics
 from spmd_rl.observe.spans import Spans
 from spmd_rl.observe.timeline import rank_file
@@ -77,6 +80,7 @@ class Replica:
     ) -> None:
         self.config, self.job, self.world, self.cast, self.watch, self.stop = config, job, mine, made, watch, stop
         self.engines: dict[str, Any] = {}
+        self.loss = Loss(config, job, watch)
         with watch.stage("start", 0):  # the trainers claim the run folder first
             self.finished = share(job)["done"] >= config.train.steps
         if self.finished:
@@ -91,7 +95,7 @@ class Replica:
                 if mine.rank in placed.ranks:
                     self.engines[spec.name] = spec.build(BuildContext(config, mine, mesh, self.engines))
                     if hasattr(self.engines[spec.name], "close"):
-                        opened.callback(self.engines[spec.name].close)
+                        opened.callback(self.loss.close, self.engines[spec.name])
                 if spec.name == "rollout":
                     self._form_replica()
         self.desk = self.engines["desk"]
@@ -110,7 +114,7 @@ class Replica:
         self.number = next(number for number, ranks in enumerate(replicas) if self.job.rank in ranks)
         self._group = group_of(self.world, replicas, self.config.comm.stage_timeout_s)
         self._is_head = self.job.rank == replicas[self.number][0]
-        self.lead = self.engines["rollout"] = Lead(engine, self._group)
+        self.lead = self.engines["rollout"] = Lead(engine, self._group, self.loss.tolerated)
 
     def run(self) -> None:
         """Until the trainers end the stream."""
@@ -147,21 +151,31 @@ class Replica:
                     more = follow(self.lead.engine, self.receiver, self._group)
 
     def _draw(self) -> None:
-        limit_s = self.config.comm.stage_timeout_s
-        with self.watch.stage("weights", self.version), self.spans("weights"):
+        self.loss.open(self.producer, self.receiver)
+        try:
+            self._serve(self.loss.limit_s)
+        except EngineFailure as failure:
+            if not self.loss.tolerated:
+                raise
+            traceback.print_exc()
+            self.loss.give_up(str(failure))
+        self.spans.flush()
+        self.lead.end()
+        self.producer.close(self.config.comm.stage_timeout_s)
+
+    def _serve(self, limit_s: float) -> None:
+        with self.watch.stage("weights", self.version, limit_s), self.spans("weights"):
             self.receiver.wait(self.version, limit_s)
             self.version = self.lead.swap(self.receiver)
         while not self.producer.ended:
             if self.desk.unfinished():
-                with self.watch.stage("rollout", self.version + 1), self.spans("rollout"):
+                with self.watch.stage("rollout", self.version + 1, limit_s), self.spans("rollout"):
                     self._stretch(drawing=True)
             else:
-                with self.watch.stage("wait", self.version + 1), self.spans("wait"):
+                with self.watch.stage("wait", self.version + 1, limit_s), self.spans("wait"):
                     self._stretch(drawing=False)
+            self.loss.check()
             self._check_deadlines(limit_s)
-        self.spans.flush()
-        self.lead.end()
-        self.producer.close(limit_s)
 
     def _open(self, start: Start) -> None:
         config, made, number = self.config, self.cast, self.number
@@ -270,12 +284,16 @@ class Replica:
 
     def _heed_notes(self) -> None:
         while self.producer.notes:
-            what, version = self.producer.notes.pop(0)
-            if what != "evaluate":
-                raise ValueError(f"the trainers say {what!r}, which nobody understands here")
-            self._evaluate(version)
+            what, facts = self.producer.notes.pop(0)
+            match what:
+                case "evaluate":
+                    self._evaluate(*facts)
+                case "lost":
+                    self.producer.starts.take_over(*facts)
+                case _:
+                    raise ValueError(f"the trainers say {what!r}, which nobody understands here")
 
-    def _evaluate(self, version: int) -> None:
+    def _evaluate(self, version: int, slot: int, slots: int) -> None:
         """Answer, with the weights of `version`; the trainers wait for it. What is being drawn is finished before.
 
         Where responses may be of several versions anyway, they are interrupted instead. (Not those with stop strings,
@@ -291,9 +309,7 @@ class Replica:
                 self._advance()
             self.receiver.wait(version, limit_s)
             self.version = self.lead.swap(self.receiver)
-            layout = self.cast.rollout.placements["rollout"].layout
-            slot, replica = divmod(layout.ranks.index(self.world.rank), layout.replicas)
-            context = Context(self.config, self.world, self.engines, version, Metrics(), slot, layout.slots, replica)
+            context = Context(self.config, self.world, self.engines, version, Metrics(), slot, slots, replica=0)
             self.producer.tell(answers(context))
             if interrupts:
                 self.desk.resume()
@@ -302,7 +318,7 @@ class Replica:
         for group, running in self._running.items():
             if not self.long_rounds.waits(group) and time.monotonic() - running.began > limit_s:
                 place = self.rounds.place(group)
-                raise TimeoutError(
+                raise EngineFailure(
                     f"group {group} (epoch {place.epoch}, prompt {place.cursor + place.index} of it) was not finished "
                     f"after {limit_s:g} s"
                 )

@@ -103,10 +103,17 @@ class TrainerJob(Job):
                 replicas=len(heads),
                 limit_s=config.comm.stage_timeout_s,
                 updates=config.train.updates_per_step,
+                tolerant=config.stream.tolerate_replica_loss,
             )
             self.publisher = Publisher(
-                job, self.world, made.replicas, config.comm.transport, config.comm.stage_timeout_s
+                job,
+                self.world,
+                made.replicas,
+                config.comm.transport,
+                config.comm.stage_timeout_s,
+                tolerant=config.stream.tolerate_replica_loss,
             )
+            self._alive = self.consumer.shares.alive
             self._publish(self.done)
 
     def _ledger(self, start: Start) -> Ledger | SelectingLedger:
@@ -142,8 +149,17 @@ class TrainerJob(Job):
         self.source.claimed = Batch.empty()
         self.source.frontier = self.consumer.acknowledge()
         with self.stage("publish", step):
+            self._forget_lost()
             self._publish(step)
         return Batch.concat([samples for samples in kept if len(samples)]), metrics
+
+    def _forget_lost(self) -> None:
+        """Replicas that the stream has lost since the last call."""
+        before, self._alive = self._alive, self.consumer.shares.alive
+        for replica in set(before) - set(self._alive):
+            self.publisher.forget(replica)
+            rank = self._cast.replicas[replica][0]
+            self.recorder.say(f"replica {replica} (rank {rank}) is lost; {len(self._alive)} go on with its groups")
 
     def _next_of(self, portions: Iterator[Portion]) -> Portion | None:
         try:
@@ -171,15 +187,24 @@ class TrainerJob(Job):
         if not self.config.data.eval:
             return
         with self.stage("evaluate", self.done):
-            own = [r for r in range(len(self._cast.replicas)) if self._cast.home(r) == self.world.rank]
-            for replica in own:
-                self.consumer.tell(replica, ("evaluate", self.done))
-            come = [self.consumer.await_note(replica) for replica in own]
+            come = self._answers()
+            while self.config.stream.tolerate_replica_loss and self.consumer.lost_meanwhile():
+                self._forget_lost()
+                come = self._answers()
             answered = {
                 source.name: Batch.concat([part[source.name] for part in come if len(part[source.name])])
                 for source in self.config.data.eval
             }
             self.recorder.evaluation(self.done, *results(self._context("actor"), answered))
+
+    def _answers(self) -> list[dict[str, Batch]]:
+        """What the replicas of this trainer answer to their parts of the held-out prompts."""
+        alive = self.consumer.shares.alive
+        own = [replica for replica in alive if self._cast.home(replica) == self.world.rank]
+        for replica in own:
+            self.consumer.tell(replica, ("evaluate", (self.done, alive.index(replica), len(alive))))
+        come = [self.consumer.await_note(replica) for replica in own]
+        return [part for part in come if part is not None]
 
     def _end(self) -> None:
         with self.stage("end", self.done):

@@ -16,7 +16,7 @@ import selectors
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import TracebackType
 from typing import Any
@@ -60,6 +60,8 @@ class Liveness:
         self._alarm: Alarm | None = None
         self._failed_at = math.inf  # when this rank's own exception came
         self._leaving = False
+        # Asked when a stage of this rank is overdue, by the watching thread, again and again: whether it is dealt with.
+        self.on_overdue: Callable[[Stage], bool] = lambda stage: False
         self._suspects: dict[int, tuple[float, Alarm]] = {}  # peer → when to report it, and how
         self._listener = socket.create_server((world.address, 0), family=_family(world.address), backlog=64)
         self._peers, self._token = self._introduce()
@@ -257,7 +259,7 @@ class Liveness:
             elif link.rank in self._suspects and self._suspects[link.rank][1].kind == "stuck":
                 del self._suspects[link.rank]
         overdue = self._stages.overdue()
-        if overdue is not None:
+        if overdue is not None and not self.on_overdue(overdue):
             self._report_overdue(overdue)
         for due, alarm in list(self._suspects.values()):
             if now >= due and self._raise(alarm):

@@ -35,6 +35,7 @@ def check(config: Config) -> None:
         raise UserError(f"stream.keep_cache=true needs stream.swap=in_flight, not {config.stream.swap}")
     _surplus(config)
     _tails(config)
+    _tolerance(config)
     if config.train.updates_per_step > config.train.prompts_per_step:
         raise UserError(
             f"train.updates_per_step={config.train.updates_per_step} is more than "
@@ -102,6 +103,23 @@ def _tails(config: Config) -> None:
         raise UserError(f"{said}: less than rollout.max_tokens={rollout.max_tokens} is wanted, or no response is long")
     if rollout.stop:
         raise UserError(f"{said}: responses with rollout.stop cannot be interrupted")
+
+
+def _tolerance(config: Config) -> None:
+    stream, key = config.stream, "stream.tolerate_replica_loss=true"
+    if not stream.tolerate_replica_loss:
+        return
+    if config.mode != "async":
+        raise UserError(f"{key} needs mode=async: in mode=sync there is no step without each of the ranks")
+    if config.rollout.tensor_parallel > 1:
+        raise UserError(
+            f"{key}: of a replica of rollout.tensor_parallel={config.rollout.tensor_parallel} ranks the others would "
+            "wait for the one that failed; it is for replicas of one rank"
+        )
+    if stream.swap == "rolling":
+        raise UserError(f"{key}: with stream.swap=rolling each replica waits for the one before; set between_groups")
+    if stream.on_stale == "drop":
+        raise UserError(f"{key}: a group that is given back belongs to the replica that drew it; set on_stale=wait")
 
 
 def check_model_folder(config: Config) -> None:

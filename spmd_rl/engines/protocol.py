@@ -54,6 +54,10 @@ class Completion:
     versions: tuple[tuple[int, int], ...]
 
 
+class EngineFailure(RuntimeError):
+    """A rollout engine does not do what it should; nothing more can be had of it."""
+
+
 class RolloutEngine(Protocol):
     """Draws responses. All ranks of one tensor-parallel group make the same calls in the same order."""
 

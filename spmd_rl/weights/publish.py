@@ -50,7 +50,8 @@ class Publisher:
     once per slot. Waits for the heads of the replicas, which make a `Receiver` each, of the same `name`: that of the
     model, where several are sent.
 
-    Errors of the threads that send are raised by the next call: TransportError, naming the rank that is gone.
+    Errors of the threads that send are raised by the next call: TransportError, naming the rank that is gone. tolerant:
+    such a replica is sent nothing more instead; who is lost is for the stream to find out.
     """
 
     def __init__(
@@ -63,7 +64,9 @@ class Publisher:
         slots: int = 2,
         bucket_bytes: int = BUCKET_BYTES,
         name: str = "weights",
+        tolerant: bool = False,
     ) -> None:
+        self._tolerant = tolerant
         self._trainers, self._limit_s, self._bucket_bytes = trainers, limit_s, bucket_bytes
         self._device = trainers.device
         self._heads = [replica[0] for replica in replicas]
@@ -134,6 +137,13 @@ class Publisher:
         with self._together():
             dist.barrier(group=self._trainers.control)
         return time.monotonic() - begin
+
+    def forget(self, replica: int) -> None:
+        """It is lost: nothing waits for it any more."""
+        with self._changed:
+            self._shelf.pins.pop(replica, None)
+            self._received.pop(replica, None)
+            self._changed.notify_all()
 
     def close(self) -> None:
         """Send nothing more; what is under way is sent to its end, for a few seconds at most."""
@@ -225,6 +235,9 @@ class Publisher:
             else:
                 self._help(line)
         except BaseException as error:
+            if self._tolerant:
+                self.forget(replica)
+                return
             with self._changed:
                 self._error = self._error or error
                 self._changed.notify_all()

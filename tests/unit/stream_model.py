@@ -34,6 +34,7 @@ class Replica:
     running: dict[int, int] = field(default_factory=dict)  # group → version that began it
     sent: list[tuple[int, int]] = field(default_factory=list)  # on the way to the trainer, in order
     back: list[tuple[str, int]] = field(default_factory=list)  # on the way from the trainer, in order
+    beyond: int = 0  # bytes of groups that were taken over, which may go beyond the limit
 
     def __post_init__(self) -> None:
         self.tails = Tails(self.starts.window)
@@ -126,7 +127,7 @@ class World:
             side.version = self.version
         else:
             self.tick()
-        assert all(side.credits.held <= side.credits.limit for side in self.sides)
+        assert all(side.credits.held <= side.credits.limit + side.beyond for side in self.sides)
 
     def tick(self) -> None:
         tick = self.ledger.tick(self.step, budget=self.budget)

@@ -28,7 +28,7 @@ LAYERS: dict[str, set[str]] = {
         *("graph", "checkpoint", "engines", "weights", "algorithms", "data", "observe", "comm", "ops", "config"),
     },
 }
-TOP = {"main", "job", "job_async", "job_trainer", "job_replica", "service"}  # entry points: may import everything
+TOP = {"main", "job", "job_async", "job_trainer", "job_replica", "job_loss", "service"}  # may import everything
 
 # third-party package → modules (prefixes, below spmd_rl) that may import it
 CONFINED: dict[str, tuple[str, ...]] = {

@@ -8,10 +8,11 @@ with over-provisioning.)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 from heapq import heappop, heappush
 
+from spmd_rl.data.stream.shares import Shares
 from spmd_rl.data.stream.window import Window
 
 
@@ -44,17 +45,17 @@ class Frontier:
 class Starts:
     """The groups that one replica starts, in order; the same on all ranks of the replica.
 
-    replica, replicas: it takes the groups with `group % replicas == replica`; frontier: groups that are done with (a
-    resumed run).
+    replica, replicas: it takes the groups that `Shares` gives it; frontier: groups that are done with (a resumed run).
     """
 
     def __init__(self, window: Window, replica: int, replicas: int, frontier: Frontier | None = None) -> None:
         self.window = window
-        self._replicas = replicas
+        self._replica, self._shares = replica, Shares(replicas)
         self._frontier = frontier or Frontier()
-        first = self._frontier.next
-        self._next = self._skip(first + (replica - first) % replicas)
+        self._made: set[int] = set()  # by replicas that are lost
         self._again: list[int] = []  # a heap
+        self._urgent: set[int] = set()
+        self._next = self._skip(self._frontier.next)
 
     def peek(self, version: int) -> int | None:
         """The group to start next; None where the weights of `version` do not allow any, or none is left."""
@@ -66,7 +67,7 @@ class Starts:
         if self._again and group == self._again[0]:
             heappop(self._again)
         elif group == self._next:
-            self._next = self._skip(group + self._replicas)
+            self._next = self._skip(group + 1)
         else:
             raise ValueError(f"group {group} is not the next one")
 
@@ -74,11 +75,27 @@ class Starts:
         """What was made of this group is of no use: it will be started once more, before later ones."""
         heappush(self._again, group)
 
+    def take_over(self, lost: int, begin: int, made: Collection[int]) -> None:
+        """Replica `lost` makes nothing more: of its groups from `begin` on, but those that it has made, each is now
+        somebody's. `urgent` are those of them that come before what was started here."""
+        there = set(made)
+        its = [group for group in range(begin, self._next) if self._shares.of(group) == lost and group not in there]
+        self._shares.lose(lost)
+        self._made.update(group for group in there if group >= self._next)
+        for group in its:
+            if self._shares.of(group) == self._replica:
+                self.again(group)
+                self._urgent.add(group)
+
+    def urgent(self, group: int) -> bool:
+        """Whether the trainers may wait for it already: it must not wait for room that later groups have taken."""
+        return group in self._urgent
+
     def flat(self, group: int) -> None:
         """A group, of any replica, teaches nothing: of use where that lets another one be begun (`selection.py`)."""
         raise ValueError(f"group {group} teaches nothing, but nobody selects groups here")
 
     def _skip(self, group: int) -> int:
-        while group in self._frontier:
-            group += self._replicas
+        while group in self._frontier or group in self._made or self._shares.of(group) != self._replica:
+            group += 1
         return group

@@ -16,8 +16,9 @@ class Credits:
         self.held = 0
         self._of: dict[int, int] = {}
 
-    def reserve(self, group: int, largest: int) -> bool:
-        """Room for a group of at most `largest` bytes; False where there is none at present.
+    def reserve(self, group: int, largest: int, urgent: bool = False) -> bool:
+        """Room for a group of at most `largest` bytes; False where there is none at present. urgent: beyond the limit,
+        if need be.
 
         Raises ValueError for a group that has some already, or one that can never fit.
         """
@@ -25,7 +26,7 @@ class Credits:
             raise ValueError(f"group {group} is started twice")
         if largest > self.limit:
             raise ValueError(f"a group of up to {largest} bytes never fits into {self.limit} bytes")
-        if self.held + largest > self.limit:
+        if self.held + largest > self.limit and not urgent:
             return False
         self._of[group] = largest
         self.held += largest

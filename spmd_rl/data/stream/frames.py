@@ -25,6 +25,7 @@ class Kind(IntEnum):
     GROUP = 2  # body: samples of a group (codec.py), all of them or a part
     METRICS = 3  # body: pickled `Metrics` of a group; comes before the group
     STOP = 4  # this rank was asked to stop
+    LOST = 5  # body: why; the replica will make nothing more
     RELEASE = 11  # the group's room is free again
     AGAIN = 12  # the group is too old: its room is free, and it is to be drawn again
     FLAT = 13  # a group, of any replica, teaches nothing: another one takes its place

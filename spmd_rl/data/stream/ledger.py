@@ -103,6 +103,10 @@ class Ledger:
         self._claimed = set()
         return self.frontier
 
+    def there(self) -> list[int]:
+        """Groups from the frontier on that have come; nobody needs to make them."""
+        return sorted({*self._known, *self._claimed, *self.frontier.beyond})
+
     def missing(self, step: int) -> list[int]:
         """Groups that the step cannot do without, or else those of its round, that have not come; for messages."""
         first = self._rounds.first(step - 1)

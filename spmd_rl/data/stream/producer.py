@@ -52,7 +52,7 @@ class Producer:
     def start(self, group: int, largest: int) -> bool:
         """Reserve room for the group that is next, and count it as started; False where there is no room at present."""
         try:
-            if not self.credits.reserve(group, largest):
+            if not self.credits.reserve(group, largest, self.starts.urgent(group)):
                 return False
         except ValueError as error:
             raise UserError(f"stream.limit_mib is too small: {error}") from None
@@ -115,6 +115,16 @@ class Producer:
                     self.notes.append(pickle.loads(frame.body(place).numpy().tobytes()))
                 elif kind == Kind.CLOSE:
                     self.ended = True
+
+    def give_up(self, reason: str) -> None:
+        """Nothing more will be made here; what is under way is for others to make."""
+        body = torch.frombuffer(bytearray(reason.encode() or b"?"), dtype=torch.uint8)
+        self._outlet.put(Message(Kind.LOST, body.numel()), body)
+
+    @property
+    def closing(self) -> bool:
+        """Whether the trainers have ended the stream, also where nobody listens."""
+        return self._inlet.closed
 
     def close(self, timeout_s: float) -> None:
         """After the trainers have ended the stream: say goodbye."""

@@ -61,7 +61,7 @@ class SelectingStarts(Starts):
         self._count = Count(done * wanted, frontier)
 
     def peek(self, version: int) -> int | None:
-        group, rounds = self._next, self.window.rounds
+        group, rounds = self._again[0] if self._again else self._next, self.window.rounds
         if group >= rounds.groups:
             return None
         first = rounds.first(rounds.of(group))
@@ -156,6 +156,10 @@ class SelectingLedger:
         self._count.forget(self.frontier.next)
         self._changed = True
         return self.frontier
+
+    def there(self) -> list[int]:
+        """As for `Ledger`."""
+        return sorted({*self._known, *self._claimed, *self._flat})
 
     def missing(self, step: int) -> list[int]:
         """Groups that the step waits for, for messages."""

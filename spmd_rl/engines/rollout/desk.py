@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from spmd_rl.engines.protocol import Completion, Request, RolloutEngine, SampleId
+from spmd_rl.engines.protocol import Completion, EngineFailure, Request, RolloutEngine, SampleId
 
 
 @dataclass
@@ -58,17 +58,18 @@ class Desk:
         return len(self._open)
 
     def step(self) -> None:
-        """One more token for everything that is being drawn. Raises RuntimeError for a completion of nobody's."""
+        """One more token for everything that is being drawn. Raises EngineFailure for a completion of nobody's, and
+        where one does not come."""
         self.steps += 1
         for completion in self.engine.step():
             slip = self._open.pop(completion.id, None)
             if slip is None:
-                raise RuntimeError(f"the rollout engine finished sample {completion.id}, which nobody asked for")
+                raise EngineFailure(f"the rollout engine finished sample {completion.id}, which nobody asked for")
             slip.completions[completion.id] = completion
             del self._requests[completion.id]
         if self._open and not self.engine.unfinished():
             lost = next(iter(self._open))
-            raise RuntimeError(f"the rollout engine lost sample {lost}: it has nothing to do, but did not finish it")
+            raise EngineFailure(f"the rollout engine lost sample {lost}: it has nothing to do, but did not finish it")
 
     def put_aside(self, slip: Slip) -> None:
         """Take what is unfinished of `slip` out of the engine, until `take_up`; nothing of it counts meanwhile.

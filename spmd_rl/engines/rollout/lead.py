@@ -8,7 +8,8 @@ its head decides alone, and each call goes to the others first, a few bytes per 
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from enum import IntEnum
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from spmd_rl.engines.protocol import Completion, InterruptibleEngine, Request, SampleId
+from spmd_rl.comm.alarm import one_line
+from spmd_rl.engines.protocol import Completion, EngineFailure, InterruptibleEngine, Request, SampleId
 from spmd_rl.weights.receive import Receiver
 
 
@@ -36,36 +38,41 @@ class Lead:
     """The engine as the head of a replica uses it: a `RolloutEngine`, but weights come by `swap`.
 
     group: a gloo group over the ranks of the replica, the head first, whose others are in `follow`; None where the
-    replica is one rank.
+    replica is one rank. guarded: what the engine raises becomes an EngineFailure.
     """
 
-    def __init__(self, engine: InterruptibleEngine, group: ProcessGroup | None) -> None:
+    def __init__(self, engine: InterruptibleEngine, group: ProcessGroup | None, guarded: bool = False) -> None:
         self.engine = engine
-        self._group = group
+        self._group, self._guarded = group, guarded
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._say(Call.SUBMIT, list(requests))
-        self.engine.submit(requests)
+        with self._guard():
+            self.engine.submit(requests)
 
     def step(self) -> list[Completion]:
         self._say(Call.STEP)
-        return self.engine.step()
+        with self._guard():
+            return self.engine.step()
 
     def unfinished(self) -> int:
         return self.engine.unfinished()
 
     def abort(self, ids: Sequence[SampleId] | None = None) -> list[Completion]:
         self._say(Call.ABORT, ids)
-        return self.engine.abort(ids)
+        with self._guard():
+            return self.engine.abort(ids)
 
     def swap(self, receiver: Receiver) -> int:
         """`Receiver.swap` on all ranks."""
         self._say(Call.SWAP)
-        return receiver.swap(self.engine)
+        with self._guard():
+            return receiver.swap(self.engine)
 
     def swap_in_flight(self, receiver: Receiver, keep_cache: bool) -> int:
         self._say(Call.SWAP_IN_FLIGHT, keep_cache)
-        return receiver.swap_in_flight(self.engine, keep_cache)
+        with self._guard():
+            return receiver.swap_in_flight(self.engine, keep_cache)
 
     def sleep(self) -> None:
         self._say(Call.SLEEP)
@@ -86,6 +93,15 @@ class Lead:
     def close(self) -> None:
         """The others close theirs."""
         self.engine.close()
+
+    @contextmanager
+    def _guard(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            if not self._guarded:
+                raise
+            raise EngineFailure(one_line(error)) from error
 
     def _say(self, call: Call, what: Any = None) -> None:
         if self._group is None:

@@ -1,0 +1,108 @@
+"""Rollout replicas that fail or hang while a job runs: with `stream.tolerate_replica_loss` the others go on."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from spmd_rl.config.check import check
+from spmd_rl.config.errors import UserError
+from spmd_rl.config.load import load_config
+from tests.integration.program import metrics, samples, start, tiny_config
+
+GRAPH = """
+import time
+from dataclasses import replace
+
+from spmd_rl.recipes import build, grpo
+
+
+def graph(config, world_size):
+    standard = grpo.graph(config, world_size)
+    engines = (replace(e, build=rollout) if e.name == "rollout" else e for e in standard.engines)
+    return replace(standard, engines=tuple(engines))
+
+
+def rollout(context):
+    engine = build.rollout(context)
+    if context.world.rank == 1:  # of the replicas
+        engine.step = Breaking(engine.step)
+    return engine
+
+
+class Breaking:
+    def __init__(self, step):
+        self.step, self.calls = step, 0
+
+    def __call__(self):
+        self.calls += 1
+        if self.calls == 30:  # in its second step, while others of its groups have been sent
+            FAIL
+        return self.step()
+"""
+FAIL = {"raise": "raise RuntimeError('device-side assert')", "hang": "time.sleep(3600)"}
+TOLERANT = ("mode=async", "placement.train=1", "stream.staleness=0", "stream.tolerate_replica_loss=true")
+
+
+@pytest.fixture(scope="module")
+def synchronous(tmp_path_factory, model):
+    folder = tmp_path_factory.mktemp("sync")
+    start(tiny_config(folder, model, eval={"at_end": True}), "train.steps=4", launcher="single").check()
+    return folder / "run"
+
+
+@pytest.fixture
+def broken(tmp_path, model, monkeypatch):
+    """Writes the graph; the configuration and what selects the graph."""
+
+    def make(how: str):
+        (tmp_path / "breaking.py").write_text(GRAPH.replace("FAIL", FAIL[how]))
+        monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+        return tiny_config(tmp_path, model, eval={"at_end": True}), "run.graph=breaking:graph", "train.steps=4"
+
+    return make
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+def test_the_others_make_its_groups(tmp_path, broken, synchronous, how):
+    """On-policy: the samples and losses of the run in which nothing failed, and all ranks end well."""
+    limits = ["comm.stage_timeout_s=24"] if how == "hang" else []
+    done = start(*broken(how), *TOLERANT, *limits, ranks=3).check()
+    run = tmp_path / "run"
+    assert samples(run) == samples(synchronous)
+    for ours, theirs in zip(metrics(run), metrics(synchronous), strict=True):
+        for name in ("loss/policy", "grad_norm", "reward/mean", "samples", "eval/held_out/reward_mean"):
+            if name in theirs:
+                assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), (name, ours["step"])
+    assert [line["stream/replicas"] for line in metrics(run) if "stream/replicas" in line][::3] == [2, 1]
+    why = "RuntimeError: device-side assert" if how == "raise" else "its engine hangs in stage 'rollout'"
+    assert f"rollout replica 1 (rank 2) is lost: {why}" in done.stderr
+    assert "replica 1 (rank 2) is lost; 1 go on with its groups" in done.stdout
+
+
+def test_without_the_key_the_job_stops_and_names_it(tmp_path, broken):
+    done = start(*broken("raise"), *TOLERANT[:-1], ranks=3)
+    assert done.returncode != 0 and "rank 2" in done.stderr and "device-side assert" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["mode=sync"], "needs mode=async"),
+        (["rollout.tensor_parallel=2"], "it is for replicas of one rank"),
+        (["stream.swap=rolling"], "set between_groups"),
+        (["stream.on_stale=drop"], "set on_stale=wait"),
+    ],
+)
+def test_where_it_cannot_be_it_is_refused(tmp_path, model, overrides, said):
+    with pytest.raises(UserError, match=said) as error:
+        check(load_config(tiny_config(tmp_path, model), [*TOLERANT, *overrides]))
+    assert "stream.tolerate_replica_loss=true" in str(error.value)
+
+
+def test_one_replica_alone_is_refused(tmp_path, model, capsys):
+    from spmd_rl.main import main
+
+    assert main([str(tiny_config(tmp_path, model)), "--dry-run", "--ranks", "2", *TOLERANT]) == 2
+    assert "nobody to take over from it" in capsys.readouterr().err
