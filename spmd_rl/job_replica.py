@@ -242,7 +242,14 @@ class Replica:
                 return
             self._next = None
             self._running[group] = _Running(run, time.monotonic())
+            self._foresee(group + len(self.cast.replicas))
             run.advance()
+
+    def _foresee(self, group: int) -> None:
+        """Have the prompt of the group that is probably next read in the background: the engine must not wait."""
+        if group < self.rounds.groups:
+            place = self.rounds.place(group)
+            self.engines["loader"].foresee(Position(place.epoch, place.cursor), place.index, place.count)
 
     def _put_aside(self) -> None:
         if self.config.stream.tail_tokens:

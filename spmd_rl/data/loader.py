@@ -124,6 +124,10 @@ class PromptLoader:
         """What `batch` gives at `position`; moves nothing."""
         return self._start(position, slot, slots).result()
 
+    def foresee(self, position: Position, slot: int, slots: int) -> None:
+        """Begin to read what `batch_at` will probably be asked for next."""
+        self._ahead = {(position, slot, slots): self._start(position, slot, slots)}
+
     def places(self, position: Position, slot: int, slots: int) -> dict[int, int]:
         """Prompt number → its place in the epoch, of the prompts that `batch_at` gives."""
         count = min(self._config.train.prompts_per_step, self.epoch_length - position.cursor)

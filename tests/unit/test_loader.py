@@ -240,6 +240,31 @@ def test_the_next_step_is_made_while_this_one_is_used(tmp_path, tokenizer, monke
     assert all(name.startswith("loader") for name in made)
 
 
+def test_what_is_foreseen_is_read_once_and_in_the_background(tmp_path, tokenizer, monkeypatch):
+    loader = PromptLoader(configured(stored(tmp_path, "a", [f"p{i}" for i in range(40)]), prompts=4), tokenizer)
+    made: list[list[int]] = []
+    read = loader._read
+
+    def watched(rows, prompts):
+        made.append(prompts)
+        return read(rows, prompts)
+
+    monkeypatch.setattr(loader, "_read", watched)
+    first, second = Position(0, 0), Position(0, 4)
+    wanted = [loader.batch_at(first, slot, 4).ids.tolist() for slot in range(2)]
+    made.clear()
+    for slot in range(2):
+        loader.foresee(first, slot, 4)
+        deadline = time.monotonic() + 10
+        while len(made) <= slot and time.monotonic() < deadline:
+            time.sleep(0.001)
+        assert len(made) == slot + 1  # before anybody waits for it
+        assert loader.batch_at(first, slot, 4).ids.tolist() == wanted[slot]
+    loader.foresee(first, 2, 4)
+    loader.batch_at(second, 0, 4)  # something else came
+    assert len(made) == 4 and loader.position == first
+
+
 def test_updates_take_turns_on_every_slot(tmp_path, tokenizer):
     loader = PromptLoader(
         configured(stored(tmp_path, "a", "abcdefgh"), prompts=8, samples=2, updates=2, shuffle=False), tokenizer

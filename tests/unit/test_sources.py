@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
+import tracemalloc
 from dataclasses import replace
 
 import pytest
@@ -67,6 +69,29 @@ def test_every_script_survives_byte_for_byte(stored, kind, tmp_path, monkeypatch
         assert SCRIPTS[i] in json.loads(data)["prompt"]
         assert json.dumps(SCRIPTS[i], ensure_ascii=False).encode() in data
         assert json.loads(data) == {"prompt": SCRIPTS[i], "answer": i, "note": None, "source": "one"}
+
+
+@pytest.mark.parametrize("kind", ["rows.jsonl", "saved"])
+def test_rows_stay_in_the_file(tmp_path, kind):
+    """12 MB of rows are mapped, not loaded: neither opening nor reading some of them keeps them in memory."""
+    import datasets
+    import pyarrow
+
+    text = [f"{i} " + "x" * 400 for i in range(30_000)]
+    if kind == "saved":
+        datasets.Dataset(pyarrow.table({"prompt": text})).save_to_disk(tmp_path / kind)
+    else:
+        write_lines(tmp_path / kind, [{"prompt": line} for line in text])
+    open_one(tmp_path / kind).row(0)  # imports
+    gc.collect()
+    arrow = pyarrow.total_allocated_bytes()
+    tracemalloc.start()
+    source = open_one(tmp_path / kind)
+    assert source.size == 30_000 and all(source.row(i)["prompt"] == text[i] for i in range(0, 30_000, 500))
+    gc.collect()
+    held, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert held < 1e6 and pyarrow.total_allocated_bytes() - arrow < 1e6
 
 
 def test_lines_of_all_shapes_are_found(tmp_path):
