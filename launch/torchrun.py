@@ -1,7 +1,7 @@
 """torch's launcher without the tracebacks about itself, which would bury what the ranks have said last.
 
-Used by torchrun.sh; takes the arguments of `torch.distributed.run`. Its exit status is that of the rank that failed
-first, or 128 + the number of the signal that ended that rank or asked the launcher to stop.
+Used by torchrun.sh; takes the arguments of `torch.distributed.run`. Its exit status is the least of the ranks that
+failed, or 128 + the number of the signal that ended one or asked the launcher to stop.
 """
 
 from __future__ import annotations
@@ -27,14 +27,16 @@ def launch(arguments: Sequence[str]) -> int:
         _say(f"stopped by {signal.Signals(stopped.sigval).name}")
         return 128 + int(stopped.sigval)
     except ChildFailedError as failed:
-        for rank, failure in sorted(failed.failures.items()):
+        # Those that were asked to stop because others had failed are no cause.
+        causes = {rank: each for rank, each in failed.failures.items() if each.exitcode != -signal.SIGTERM}
+        for rank, failure in sorted((causes or failed.failures).items()):
             if failure.exitcode < 0:
                 memory = " (is the memory full?)" if failure.exitcode == -signal.SIGKILL else ""
                 _say(f"rank {rank} (pid {failure.pid}) was ended by {failure.signal_name()}{memory}")
             elif failure.exitcode not in _HAVE_SPOKEN:
                 _say(f"rank {rank} (pid {failure.pid}) ended with status {failure.exitcode}")
-        _, first = failed.get_first_failure()
-        return first.exitcode if first.exitcode > 0 else 128 - first.exitcode
+        status = min(failure.exitcode for failure in (causes or failed.failures).values())
+        return status if status > 0 else 128 - status
     return 0
 
 

@@ -82,7 +82,7 @@ class Job:
         self.plan = make_plan(graph)
         with watch.stage("start", 0):
             agree(world, "the configuration or the plan", to_yaml(config).encode() + self.plan.digest)
-            self.resumed = resolve_resume(self.folder, config.run.resume, run_identity(config), world.control)
+            self.resumed = resolve_resume(self.folder, config.run.resume, run_identity(config), world.control, opened)
         self.done = step_of(self.resumed)
         self._claimed()
         self.recorder = Recorder(config.observe, world, self.folder, steps=config.train.steps, restored_step=self.done)

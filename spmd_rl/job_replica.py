@@ -69,14 +69,7 @@ class Replica:
     """
 
     def __init__(
-        self,
-        config: Config,
-        job: World,
-        mine: World,
-        made: Cast,
-        watch: Liveness,
-        stop: StopFlag,
-        opened: ExitStack,
+        self, config: Config, job: World, mine: World, made: Cast, watch: Liveness, stop: StopFlag, opened: ExitStack
     ) -> None:
         self.config, self.job, self.world, self.cast, self.watch, self.stop = config, job, mine, made, watch, stop
         self.engines: dict[str, Any] = {}

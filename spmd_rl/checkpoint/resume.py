@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +21,30 @@ from spmd_rl.checkpoint.files import (
     write_durably,
 )
 from spmd_rl.checkpoint.identity import differences
+from spmd_rl.checkpoint.lock import LOCK_FILE, lock_folder
 from spmd_rl.config.errors import UserError
 
 RUN_FILE = "run.json"  # in the run folder: the settings that define the training
 CHECKPOINTS = "checkpoints"
+_LEAVING_S = 10.0  # within which the ranks of a run that was killed have gone
 _SHOWN = 3  # differing settings in a message
 log = logging.getLogger(__name__)
 
 
-def resolve_resume(run_folder: Path, rule: str, identity: Mapping[str, Any], group: ProcessGroup) -> Path | None:
+def resolve_resume(
+    run_folder: Path, rule: str, identity: Mapping[str, Any], group: ProcessGroup, opened: ExitStack
+) -> Path | None:
     """The checkpoint to start from, or None for a start from the model; claims the run folder for this run.
 
     rule: auto: the latest whole checkpoint in `run_folder`, which must be new, empty, or of a run with the same
     identity | none: `run_folder` must be new or empty | a path: that checkpoint, of whatever run; a folder of
-    another run is refused all the same. identity: of `run_identity`.
+    another run is refused all the same. identity: of `run_identity`. opened: the folder is locked until it is closed.
     Collective over `group` (CPU): rank 0 looks and writes, all ranks return or raise the same UserError.
     """
     answer: list[tuple[str | None, str | None]] = [(None, None)]
     if dist.get_rank(group) == 0:
         try:
-            found = _resolve(run_folder, rule, dict(identity))
+            found = _resolve(run_folder, rule, dict(identity), opened)
             answer = [(str(found) if found else None, None)]
         except UserError as error:
             answer = [(None, str(error))]
@@ -57,8 +62,8 @@ def step_of(checkpoint: Path | None) -> int:
     return read_commit(checkpoint).step if checkpoint else 0
 
 
-def _resolve(run_folder: Path, rule: str, identity: dict[str, Any]) -> Path | None:
-    entries = sorted(path.name for path in run_folder.iterdir()) if run_folder.exists() else []
+def _resolve(run_folder: Path, rule: str, identity: dict[str, Any], opened: ExitStack) -> Path | None:
+    entries = sorted({path.name for path in run_folder.iterdir()} - {LOCK_FILE}) if run_folder.exists() else []
     found: Path | None = None
     if rule not in ("auto", "none"):
         found = _explicit(Path(rule))
@@ -74,6 +79,7 @@ def _resolve(run_folder: Path, rule: str, identity: dict[str, Any]) -> Path | No
         )
     if entries:
         _same_run(run_folder, identity)
+        opened.enter_context(lock_folder(run_folder, _LEAVING_S))
         checkpoints = run_folder / CHECKPOINTS
         if checkpoints.exists() and not checkpoints.is_dir():
             raise UserError(f"{checkpoints} is a file: a folder for checkpoints is to be there")
@@ -84,6 +90,7 @@ def _resolve(run_folder: Path, rule: str, identity: dict[str, Any]) -> Path | No
     else:
         run_folder.mkdir(parents=True, exist_ok=True)
         write_durably(run_folder / RUN_FILE, json.dumps({"settings": identity}, indent=1, sort_keys=True) + "\n")
+        opened.enter_context(lock_folder(run_folder, _LEAVING_S))
     return found
 
 

@@ -112,7 +112,7 @@ class Liveness:
         """
         if self._failed_at < math.inf:
             return
-        if isinstance(error, RuntimeError) and not isinstance(error, UserError):
+        if _may_follow(error):
             self._await_alarm(_BLAME_S)  # a broken collective: who broke it is known in a moment
         me = self._world.rank
         name, step = self._stages.raised_in(error)
@@ -366,6 +366,14 @@ class Liveness:
     def _wake(self) -> None:
         with contextlib.suppress(OSError):
             self._wake_out.send(b"\0")
+
+
+def _may_follow(error: BaseException) -> bool:
+    """Whether it may come of a broken collective: torch raises RuntimeError, and sometimes another one on top."""
+    cause: BaseException | None = error
+    while cause is not None and not isinstance(cause, RuntimeError):
+        cause = cause.__cause__ or cause.__context__
+    return cause is not None and not isinstance(error, UserError)
 
 
 def _family(address: str) -> socket.AddressFamily:

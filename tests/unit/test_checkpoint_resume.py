@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,10 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from spmd_rl.checkpoint import resume
 from spmd_rl.checkpoint.files import Commit, write_commit
 from spmd_rl.checkpoint.identity import run_identity
-from spmd_rl.checkpoint.resume import resolve_resume, step_of
+from spmd_rl.checkpoint.resume import step_of
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import Config, DataConfig, OptimizerConfig, SourceConfig
 
@@ -27,6 +30,11 @@ def group() -> Iterator[dist.ProcessGroup]:
     assert dist.group.WORLD is not None
     yield dist.group.WORLD
     dist.destroy_process_group()
+
+
+def resolve_resume(folder: Path, rule: str, identity: dict[str, Any], group: dist.ProcessGroup) -> Path | None:
+    with ExitStack() as opened:
+        return resume.resolve_resume(folder, rule, identity, group, opened)
 
 
 def checkpoint(folder: Path, step: int, order: int) -> Path:
@@ -84,6 +92,21 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path, group: dist.ProcessGr
     with pytest.raises(UserError, match=r"train.gone is 3 there and None here"):
         resolve_resume(tmp_path / "b", "auto", before | {"train.gone": 3}, group)
         resolve_resume(tmp_path / "b", "auto", now, group)
+
+
+def test_one_run_at_a_time(tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resume, "_LEAVING_S", 0.1)
+    with ExitStack() as opened:
+        resume.resolve_resume(tmp_path / "a", "auto", IDENTITY, group, opened)
+        with pytest.raises(
+            UserError, match=rf"another run is at work in .*/a \(pid {os.getpid()} on .*\): wait for it"
+        ):
+            resolve_resume(tmp_path / "a", "auto", IDENTITY, group)
+    resolve_resume(tmp_path / "a", "auto", IDENTITY, group)  # it has ended, or was killed
+    with ExitStack() as opened:
+        resume.resolve_resume(tmp_path / "a", "auto", IDENTITY, group, opened)
+        with pytest.raises(UserError, match="another run is at work"):
+            resolve_resume(tmp_path / "a", "auto", IDENTITY, group)
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path: Path, group: dist.ProcessGroup) -> None:
