@@ -4,7 +4,7 @@ must not matter: the order of the samples, and tokens that do not count."""
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import combinations
+from itertools import combinations, product
 from math import log, nan, sqrt
 from statistics import mean, stdev
 
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from spmd_rl.algorithms.advantages import ADVANTAGES, compute_advantages
 from spmd_rl.algorithms.aggregate import AGGREGATIONS
+from spmd_rl.algorithms.correction import LEVELS
 from spmd_rl.algorithms.policy_loss import LOSSES, policy_loss
 from spmd_rl.algorithms.whiten import local_sums, whiten
 from spmd_rl.config.schema import AlgorithmConfig
@@ -139,7 +140,7 @@ def sapo(t: Tokens, low: float, high: float) -> Tensor:
 
 
 def decoupled(t: Tokens, low: float, high: float) -> Tensor:
-    return (t["old_logprob"] - t["rollout_logprob"]).exp().clamp(max=2.0) * ppo(t, low, high)
+    return (t["old_logprob"] - t["rollout_logprob"]).exp().clamp(max=1.5) * ppo(t, low, high)
 
 
 ORACLES: dict[str, Callable[[Tokens, float, float], Tensor]] = {
@@ -154,13 +155,29 @@ KL: dict[str, Callable[[Tokens], Tensor]] = {
 COLUMNS = ("logprob", "old_logprob", "advantage", "ref_logprob", "rollout_logprob")
 
 
+def weights(algorithm: AlgorithmConfig, t: Tokens) -> Tensor:
+    """The importance weight of each token, bounded."""
+    logs = t["old_logprob"] - t["rollout_logprob"]
+    of_response = {"sequence": logs.sum(), "geometric": logs.mean()}
+    weight = of_response.get(algorithm.correction_level, logs).exp().expand(len(logs))
+    if algorithm.correction == "tis":
+        return weight.clamp(max=algorithm.correction_cap)
+    floor = algorithm.correction_floor if algorithm.correction == "icepop" else 0.0
+    kept = [w if floor <= w <= algorithm.correction_cap else 0.0 for w in weight.tolist()]
+    return torch.tensor(kept, dtype=torch.float64)
+
+
 def loss_by_loop(algorithm: AlgorithmConfig, responses: list[Tokens]) -> Tensor:
     counted = [t for t in responses if len(t["logprob"])]
     per_response = []
     for t in counted:
         value = ORACLES[algorithm.loss](t, algorithm.clip_low, algorithm.clip_high)
-        if algorithm.correction == "tis":
-            value = value * (t["old_logprob"] - t["rollout_logprob"]).exp().clamp(max=algorithm.correction_cap)
+        if algorithm.dual_clip:
+            most = -algorithm.dual_clip * t["advantage"]
+            value = torch.where(t["advantage"] < 0, torch.min(value, most), value)
+        if algorithm.correction != "none":
+            value = value * weights(algorithm, t)
+        value = value - algorithm.entropy_coef * entropy(t["logprob"])
         per_response.append(value + algorithm.kl_coef * KL[algorithm.kl_estimator](t))
     if not counted:
         return torch.zeros((), dtype=torch.float64)
@@ -172,10 +189,16 @@ def loss_by_loop(algorithm: AlgorithmConfig, responses: list[Tokens]) -> Tensor:
     return torch.stack(reduced).mean()
 
 
+def entropy(logprob_R: Tensor) -> Tensor:
+    """Some function of the log-probability in the place of the entropy, so that a bonus has a gradient."""
+    return -logprob_R.exp() * logprob_R
+
+
 def ours(algorithm: AlgorithmConfig, batch: Batch, logprob_R: Tensor, mask_R: Tensor) -> tuple[float, Tensor]:
     """(loss, gradient)"""
     leaf_R = logprob_R.clone().requires_grad_()
-    loss = policy_loss(algorithm, updates_per_step=2, max_tokens=4)(make_terms(batch, leaf_R, mask_R), Metrics())
+    terms = make_terms(batch, leaf_R, mask_R, entropy_R=entropy(leaf_R.nan_to_num()))
+    loss = policy_loss(algorithm, updates_per_step=2, max_tokens=4)(terms, Metrics())
     (gradient,) = torch.autograd.grad(loss, leaf_R)
     return float(loss.detach()), gradient
 
@@ -197,9 +220,22 @@ def draw(lengths: list[int], seed: int) -> tuple[dict[str, Tensor], Tensor]:
     return {"logprob": logprob_R, "advantage": advantage_R, **near}, mask_R
 
 
-def settings_of(loss: str, mode: str, estimator: str, correction: str) -> AlgorithmConfig:
+def settings_of(loss: str, mode: str, estimator: str, correction: tuple[str, str]) -> AlgorithmConfig:
+    """Half of the settings with a bonus for entropy and, where there is one, the second bound."""
+    method, level = correction
+    more = estimator == "k2"
     return AlgorithmConfig(
-        loss=loss, aggregation=mode, kl_coef=0.3, kl_estimator=estimator, correction=correction, clip_high=0.28
+        loss=loss,
+        aggregation=mode,
+        kl_coef=0.3,
+        kl_estimator=estimator,
+        correction=method,
+        correction_level=level,
+        correction_cap=1.5,
+        correction_floor=0.7,
+        clip_high=0.28,
+        dual_clip=1.5 if more and loss == "ppo_clip" else 0.0,
+        entropy_coef=0.2 if more else 0.0,
     )
 
 
@@ -208,14 +244,15 @@ def taken(columns: dict[str, Tensor], lengths: list[int]) -> Batch:
 
 
 LENGTHS = st.lists(st.integers(0, 5), min_size=1, max_size=6)
-CHOICES = (st.sampled_from(AGGREGATIONS), st.sampled_from([*KL]), st.sampled_from(["none", "tis"]))
+CORRECTIONS = [("none", "token"), *product(("tis", "mis", "icepop"), LEVELS)]
+CHOICES = (st.sampled_from(AGGREGATIONS), st.sampled_from([*KL]), st.sampled_from(CORRECTIONS))
 
 
 @given(LENGTHS, *CHOICES, st.integers(0, 2**31))
 @settings(deadline=None, max_examples=25)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_the_loss_and_its_gradient_equal_a_loop_over_the_responses(
-    loss: str, lengths: list[int], mode: str, estimator: str, correction: str, seed: int
+    loss: str, lengths: list[int], mode: str, estimator: str, correction: tuple[str, str], seed: int
 ) -> None:
     algorithm = settings_of(loss, mode, estimator, correction)
     columns, mask_R = draw(lengths, seed)
@@ -238,7 +275,13 @@ def test_the_loss_and_its_gradient_equal_a_loop_over_the_responses(
 @settings(deadline=None, max_examples=15)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_order_and_padding_do_not_matter(
-    loss: str, lengths: list[int], mode: str, estimator: str, correction: str, seed: int, data: st.DataObject
+    loss: str,
+    lengths: list[int],
+    mode: str,
+    estimator: str,
+    correction: tuple[str, str],
+    seed: int,
+    data: st.DataObject,
 ) -> None:
     """The samples in another order, each with masked tokens behind it, which may hold anything."""
     algorithm = settings_of(loss, mode, estimator, correction)
