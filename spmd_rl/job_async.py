@@ -93,7 +93,8 @@ def run_async(config: Config) -> int:
                     TrainerJob(config, job, mine, made, watch, stop, opened).run()
                 else:
                     Replica(config, job, mine, made, watch, stop, opened).run()
-        shutdown(job)
+        if not watch.lost:  # else each leaves when it is done
+            shutdown(job)
     return 0
 
 

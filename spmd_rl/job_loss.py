@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from datetime import timedelta
+from collections.abc import Iterable
 from typing import Any
 
+from spmd_rl.comm.bootstrap import shutdown
 from spmd_rl.comm.liveness import Liveness
 from spmd_rl.comm.process import flush_and_exit
 from spmd_rl.comm.stages import Stage
@@ -20,15 +21,17 @@ _DRAWS = ("rollout", "wait", "evaluate", "weights")  # stages in which the engin
 
 
 class Loss:
-    """The process stays until the end, because launchers end a job with the first process that dies.
+    """The process stays until the end, because most launchers end a job with the first process that dies.
 
-    tolerated: whether the job goes on; lost: whether this replica is. Made before there is a stream: `open`.
+    replicas: ranks of the job that draw. tolerated: whether the job goes on without one; lost: whether it is this one.
+    Made before there is a stream: `open`.
     """
 
-    def __init__(self, config: Config, job: World, watch: Liveness) -> None:
+    def __init__(self, config: Config, job: World, watch: Liveness, replicas: Iterable[int]) -> None:
         self._config, self._job, self._watch = config, job, watch
         self.tolerated = config.stream.tolerate_replica_loss
         self.lost = False
+        self._replicas = frozenset(replicas)
         self._producer: Producer | None = None
         self._receiver: Receiver | None = None
 
@@ -41,6 +44,7 @@ class Loss:
         self._producer, self._receiver = producer, receiver
         if self.tolerated:
             self._watch.on_overdue = self._is_survived
+            self._watch.expendable = self._replicas
 
     def give_up(self, reason: str) -> None:
         """The engine has failed: the others make what is left, and this rank waits for the end of the stream."""
@@ -87,5 +91,6 @@ class Loss:
             time.sleep(_TURN_S)
         self._producer.close(self._config.comm.stage_timeout_s)
         self._watch.close()
-        self._job.control.barrier(timeout=timedelta(seconds=self._job.timeout_s)).wait()  # as in `shutdown`
+        if not self._watch.lost:
+            shutdown(self._job)
         flush_and_exit(0)

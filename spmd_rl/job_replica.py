@@ -73,7 +73,7 @@ class Replica:
     ) -> None:
         self.config, self.job, self.world, self.cast, self.watch, self.stop = config, job, mine, made, watch, stop
         self.engines: dict[str, Any] = {}
-        self.loss = Loss(config, job, watch)
+        self.loss = Loss(config, job, watch, made.roles.rollout)
         with watch.stage("start", 0):  # the trainers claim the run folder first
             self.finished = share(job)["done"] >= config.train.steps
         if self.finished:

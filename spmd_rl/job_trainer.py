@@ -114,6 +114,8 @@ class TrainerJob(Job):
                 tolerant=config.stream.tolerate_replica_loss,
             )
             self._alive = self.consumer.shares.alive
+            if config.stream.tolerate_replica_loss:
+                self.watch.expendable = frozenset(made.roles.rollout)
             self._publish(self.done)
 
     def _ledger(self, start: Start) -> Ledger | SelectingLedger:

@@ -62,6 +62,8 @@ class Liveness:
         self._leaving = False
         # Asked when a stage of this rank is overdue, by the watching thread, again and again: whether it is dealt with.
         self.on_overdue: Callable[[Stage], bool] = lambda stage: False
+        self.expendable: frozenset[int] = frozenset()  # ranks that may die while the others go on; set it on all ranks
+        self.lost: frozenset[int] = frozenset()  # those of them that did
         self._suspects: dict[int, tuple[float, Alarm]] = {}  # peer → when to report it, and how
         self._listener = socket.create_server((world.address, 0), family=_family(world.address), backlog=64)
         self._peers, self._token = self._introduce()
@@ -96,8 +98,7 @@ class Liveness:
     def close(self) -> None:
         """Wait for all ranks, still watching them, then say goodbye. For a normal end."""
         with self.stage("end", self._stages.now().step):
-            wait_s = min(self._stage_timeout_s, 1e6) + 60.0  # the stage's own deadline comes first and says more
-            self._world.control.barrier(timeout=timedelta(seconds=wait_s)).wait()
+            self._meet_all()
         for link in list(self._links):
             link.post({"goodbye": self._world.rank})
         self._leaving = True
@@ -145,6 +146,20 @@ class Liveness:
                 raise
         else:
             self.fail(error)
+
+    def _meet_all(self) -> None:
+        """Wait for all ranks. There is no barrier without those that are lost: then each leaves when it is done."""
+        wait_s = min(self._stage_timeout_s, 1e6) + 60.0  # the stage's own deadline comes first and says more
+        if self.lost:
+            return
+        try:
+            self._world.control.barrier(timeout=timedelta(seconds=wait_s)).wait()
+        except RuntimeError:
+            until = time.monotonic() + _BLAME_S
+            while self.expendable and not self.lost and time.monotonic() < until:
+                time.sleep(0.02)
+            if not self.lost:
+                raise
 
     # ---- start
 
@@ -243,6 +258,8 @@ class Liveness:
             link.stage, link.step = message["stage"], message["step"]
         elif "goodbye" in message:
             link.said_goodbye = True
+        elif "lost" in message:
+            self._mourn(message["lost"])
         elif "alarm" in message and self._raise(Alarm(**message["alarm"])):
             self._stop(noticed_here=False)
 
@@ -267,11 +284,23 @@ class Liveness:
 
     def _suspect(self, link: Link, kind: str, cause: str) -> None:
         peer = self._peers[link.rank]
+        if peer.rank in self.expendable:
+            if kind == "stuck":
+                peer.kill_if_here(self._machine)
+            self._mourn(peer.rank)
+            return
         alarm = Alarm(kind, peer.rank, peer.host, peer.pid, link.stage, link.step, self._world.rank, cause)
         due = time.monotonic() + _TURN_S * link.order
         known = self._suspects.get(link.rank)
         if known is None or due < known[0] or known[1].kind != kind == "died":
             self._suspects[link.rank] = (due, alarm)
+
+    def _mourn(self, rank: int) -> None:
+        """A rank is lost that the others can do without: pass it on, and go on."""
+        if rank not in self.lost:
+            self.lost |= {rank}
+            for link in list(self._links):
+                link.post({"lost": rank})
 
     def _report_overdue(self, stage: Stage) -> None:
         elsewhere = sorted({(link.rank, link.stage, link.step) for link in self._links})

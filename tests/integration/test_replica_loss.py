@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import os
+import socket
+import subprocess
+import sys
 
 import pytest
 
 from spmd_rl.config.check import check
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.load import load_config
-from tests.integration.program import metrics, samples, start, tiny_config
+from tests.integration.program import MAIN, metrics, samples, start, tiny_config
+from tests.world.harness import ROOT
 
 GRAPH = """
+import os
 import time
 from dataclasses import replace
 
@@ -41,7 +46,11 @@ class Breaking:
             FAIL
         return self.step()
 """
-FAIL = {"raise": "raise RuntimeError('device-side assert')", "hang": "time.sleep(3600)"}
+FAIL = {
+    "kill": "os.kill(os.getpid(), 9)",
+    "raise": "raise RuntimeError('device-side assert')",
+    "hang": "time.sleep(3600)",
+}
 TOLERANT = ("mode=async", "placement.train=1", "stream.staleness=0", "stream.tolerate_replica_loss=true")
 
 
@@ -64,21 +73,41 @@ def broken(tmp_path, model, monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("how", ["raise", "hang"])
-def test_the_others_make_its_groups(tmp_path, broken, synchronous, how):
-    """On-policy: the samples and losses of the run in which nothing failed, and all ranks end well."""
-    limits = ["comm.stage_timeout_s=24"] if how == "hang" else []
-    done = start(*broken(how), *TOLERANT, *limits, ranks=3).check()
-    run = tmp_path / "run"
+def same(run, synchronous):
     assert samples(run) == samples(synchronous)
     for ours, theirs in zip(metrics(run), metrics(synchronous), strict=True):
         for name in ("loss/policy", "grad_norm", "reward/mean", "samples", "eval/held_out/reward_mean"):
             if name in theirs:
                 assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=1e-5), (name, ours["step"])
     assert [line["stream/replicas"] for line in metrics(run) if "stream/replicas" in line][::3] == [2, 1]
+
+
+@pytest.mark.parametrize("how", ["raise", "hang"])
+def test_the_others_make_its_groups(tmp_path, broken, synchronous, how):
+    """On-policy: the samples and losses of the run in which nothing failed, and all ranks end well."""
+    limits = ["comm.stage_timeout_s=24"] if how == "hang" else []
+    done = start(*broken(how), *TOLERANT, *limits, ranks=3).check()
+    same(tmp_path / "run", synchronous)
     why = "RuntimeError: device-side assert" if how == "raise" else "its engine hangs in stage 'rollout'"
     assert f"rollout replica 1 (rank 2) is lost: {why}" in done.stderr
     assert "replica 1 (rank 2) is lost; 1 go on with its groups" in done.stdout
+
+
+def test_a_killed_process_too_where_the_launcher_lets_the_others_live(tmp_path, broken, synchronous):
+    """Started one by one: nobody ends the others."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    ranks = []
+    for rank in range(3):
+        own = {"SPMD_RL_RANK": str(rank), "SPMD_RL_SIZE": "3", "SPMD_RL_MASTER": f"127.0.0.1:{port}"}
+        if rank == 0:
+            config, *graph = broken("kill")
+        command = [sys.executable, str(MAIN), str(config), *graph, *TOLERANT]
+        said = (tmp_path / f"said-{rank}").open("w")
+        ranks.append(subprocess.Popen(command, env={**os.environ, **own}, stdout=said, stderr=said, cwd=ROOT))
+    assert [rank.wait(180) for rank in ranks] == [0, 0, -9], (tmp_path / "said-0").read_text()[-3000:]
+    same(tmp_path / "run", synchronous)
+    assert "rollout replica 1 (rank 2) is lost: " in (tmp_path / "said-0").read_text()
 
 
 def test_without_the_key_the_job_stops_and_names_it(tmp_path, broken):
