@@ -11,16 +11,20 @@ namespace {
 
 constexpr int64_t kGrain = 128;  // chunks that a thread takes at least: below half a megabyte threads cost more
 
+constexpr int64_t kCached = 1 << 21;  // bytes; more does not stay in the caches until it is used
+
 // The bytes of chunks [begin, end), in as few copies as there are segments in them.
 void copy_chunks(const Table<Segment>& table, int64_t begin, int64_t end) {
+  const bool streams = table.bytes > kCached;
   const auto count = static_cast<int64_t>(table.entries.size());
   for (int64_t k = entry_of(table.entries.data(), count, begin); k < count; ++k) {
     const Segment& segment = table.entries[static_cast<size_t>(k)];
     if (segment.first_chunk >= end) break;
     const int64_t first = std::max<int64_t>(begin - segment.first_chunk, 0) * kChunk;
     const int64_t last = std::min((end - segment.first_chunk) * kChunk, segment.size);
-    copy_row(segment.to + first, segment.from + first, last - first);
+    (streams ? stream_row : copy_row)(segment.to + first, segment.from + first, last - first);
   }
+  if (streams) finish_streaming();
 }
 
 void cast_elements(const Run& run) {
@@ -65,7 +69,7 @@ void copy_slices_cpu(std::vector<Tensor> sources, std::vector<Tensor> targets, T
 
 void copy_table(const Table<Segment>& table) {
   if (torch::stable::get_num_threads() == 1 || table.bytes < kGrain * kChunk)
-    for (const Segment& segment : table.entries) copy_row(segment.to, segment.from, segment.size);
+    copy_chunks(table, 0, table.chunks);
   else
     torch::stable::parallel_for(0, table.chunks, kGrain,
                                 [&](int64_t begin, int64_t end) { copy_chunks(table, begin, end); });

@@ -70,10 +70,11 @@ std::tuple<Tensor, Tensor> lay_out_cpu(Tensor lengths, Tensor row_bytes, Tensor 
 
 // A column or a target as plain memory.
 const uint8_t* memory(const Tensor& tensor, const char* name, size_t number) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.scalar_type() == ScalarType::Byte && tensor.is_contiguous(), name, " ",
-                  number, " must be contiguous uint8 on the CPU");
+  STD_TORCH_CHECK(tensor.is_cpu() && tensor.is_contiguous(), name, " ", number, " must be contiguous, on the CPU");
   return static_cast<const uint8_t*>(tensor.const_data_ptr());
 }
+
+int64_t size_of(const Tensor& tensor) { return tensor.numel() * static_cast<int64_t>(tensor.element_size()); }
 
 void deliver_cpu(std::vector<Tensor> columns, std::vector<Tensor> targets, Tensor lengths, Tensor row_bytes,
                  Tensor target_of, Tensor places) {
@@ -91,14 +92,14 @@ void deliver_cpu(std::vector<Tensor> columns, std::vector<Tensor> targets, Tenso
   for (size_t number = 0; number < columns.size(); ++number) {  // each column is read from end to end
     const auto c = static_cast<int64_t>(number);
     const uint8_t* from = memory(columns[number], "column", number);
-    const int64_t held = columns[number].numel();
+    const int64_t held = size_of(columns[number]);
     int64_t begin = 0;
     for (int64_t s = 0; s < length.rows; ++s) {
       const int64_t size = length.row(s)[c] * bytes[c], at = place.row(s)[c];
       STD_TORCH_CHECK(size >= 0 && size <= held - begin, "row ", s, " lies outside column ", c);
       STD_TORCH_CHECK(target[s] < known, "row ", s, " goes to target ", target[s], " of ", known);
       if (target[s] >= 0 && size > 0) {
-        const int64_t room = targets[static_cast<size_t>(target[s])].numel();
+        const int64_t room = size_of(targets[static_cast<size_t>(target[s])]);
         STD_TORCH_CHECK(at >= 0 && at <= room && size <= room - at, "row ", s, " of column ", c,
                         " lies outside target ", target[s]);
         table.entries.push_back({from + begin, to[static_cast<size_t>(target[s])] + at, size, table.chunks});

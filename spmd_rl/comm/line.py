@@ -120,8 +120,7 @@ class MpiLine:
         self._mpi = MPI
         first, second = sorted((world.rank, peer))
         pair = MPI.COMM_WORLD.Get_group().Incl([first, second])
-        # Tags above those of the channels (transport_mpi.py), which count up from 1.
-        self._comm = MPI.COMM_WORLD.Create_group(pair, tag=10_000 + first * world.size + second)
+        self._comm = MPI.COMM_WORLD.Create_group(pair, tag=pair_tag(first, second, world.size))
         self._other = 0 if peer == first else 1
         self._abandoned: list[Any] = []  # unfinished requests with their memory
 
@@ -161,6 +160,13 @@ class MpiLine:
                 time.sleep(pause)
         except self._mpi.Exception as error:
             raise TransportError(f"{what} rank {self.peer} failed on rank {self._rank}: {error}") from None
+
+
+def pair_tag(first: int, second: int, size: int) -> int:
+    """For the communicator of two ranks of `size`. A rank may make several at once, from different threads, and MPI
+    tells them apart by tags: those of one rank's pairs differ. MPI only promises tags up to 32,767: enough for 22,000
+    ranks above the channels' tags, which count up from 1 (transport_mpi.py)."""
+    return 10_000 + (first + second) % size
 
 
 def _memory(size: int, into: Tensor | None) -> Tensor:

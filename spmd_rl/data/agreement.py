@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -25,6 +26,7 @@ from spmd_rl.data.metadata import (
     row_stride,
 )
 
+_SHARED = [0, 2, 3, 6]  # words of the header that are equal where all have columns, the last being 0: the usual case
 TEXT_WORDS = 64  # of 8 bytes: room for a description or a fault when ranks disagree
 
 
@@ -104,10 +106,11 @@ def agree(channel: Channel, claim: Claim, source: Layout, known: Known) -> Agree
     if claim.rows.numel() <= known.room:
         message[HEADER_WORDS:].view(np.uint8)[: claim.rows.numel()] = claim.rows.numpy()
     words = channel.all_gather(message)
-    place_of = {rank: place for place, rank in enumerate(channel.ranks)}
-    head_places = np.array([place_of[rank] for rank in source.heads])
-    _check(channel, claim, words, head_places)
-    hold = _replicas_hold(channel, words, source, place_of)
+    head_places = _places(channel.ranks, source.heads)
+    shared = words[:, _SHARED]
+    if (shared != shared[0]).any() or shared[0, -1]:
+        _check(channel, claim, words, head_places)
+    hold = source.replicas == 1 or _replicas_hold(channel, words, source)
     schema = _schema(channel, claim, words, known.schema)
 
     samples = words[head_places, 1]
@@ -123,6 +126,13 @@ def agree(channel: Channel, claim: Claim, source: Layout, known: Known) -> Agree
     even = largest * len(sizes) <= 2 * int(sizes.sum()) + 4096 * len(sizes)
     room = (largest + largest // 8 + 63) // 64 * 64 if even else 0
     return Agreed(decode_rows(rows, schema, samples), hold, words[:, OFFER], received, Known(schema, room))
+
+
+@functools.lru_cache(maxsize=256)
+def _places(ranks: tuple[int, ...], some: tuple[int, ...]) -> Int64:
+    """int64: where in `ranks` each of `some` stands."""
+    place_of = {rank: place for place, rank in enumerate(ranks)}
+    return np.array([place_of[rank] for rank in some])
 
 
 def _check(channel: Channel, claim: Claim, words: np.ndarray, head_places: np.ndarray) -> None:
@@ -148,10 +158,9 @@ def _check(channel: Channel, claim: Claim, words: np.ndarray, head_places: np.nd
 
 def _schema(channel: Channel, claim: Claim, words: np.ndarray, known: Schema) -> Schema:
     """The columns of the exchange: those of the edge's last one, or broadcast by the first rank that has any."""
-    with_columns = np.flatnonzero(words[:, 2])
-    if not with_columns.size:
+    root = int(np.argmax(words[:, 2] > 0))
+    if not words[root, 2]:
         return Schema(())
-    root = int(with_columns[0])
     header = Header.decode(words[root])
     if known.columns and known.digest == header.schema:
         return known
@@ -162,11 +171,9 @@ def _schema(channel: Channel, claim: Claim, words: np.ndarray, known: Schema) ->
     return Schema.decode(data.numpy().tobytes())
 
 
-def _replicas_hold(channel: Channel, words: np.ndarray, source: Layout, place_of: dict[int, int]) -> bool:
+def _replicas_hold(channel: Channel, words: np.ndarray, source: Layout) -> bool:
     """Raises ExchangeError where a replica has other samples than its head (none at all is allowed)."""
-    if source.replicas == 1:
-        return True
-    places = np.array([place_of[rank] for rank in source.ranks]).reshape(source.slots, source.replicas)
+    places = _places(channel.ranks, source.ranks).reshape(source.slots, source.replicas)
     samples, ids = words[places, 1], words[places, 5]
     same = (samples == samples[:, :1]) & (ids == ids[:, :1])
     wrong = np.argwhere(~same & (samples > 0))

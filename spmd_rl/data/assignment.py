@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from spmd_rl.data.balance import Balance, balance, imbalance
 from spmd_rl.data.layout import Layout
 from spmd_rl.data.metadata import Metadata, digest
+from spmd_rl.ops.divide import can_divide, divide_kernel
 
 Int64 = NDArray[np.int64]
 
@@ -43,8 +44,8 @@ class Assignment:
 class Decision:
     """An assignment together with what it was made from.
 
-    order_T: position in the metadata of each sample of the assignment; costs_T: float64, in the assignment's order;
-    before, after: max / mean load of the source's and of the target's slots.
+    order_T: position in the metadata of each sample of the assignment; before, after: max / mean load of the source's
+    and of the target's slots.
     """
 
     assignment: Assignment
@@ -61,7 +62,7 @@ def identity_order(ids_T3: Int64) -> Int64:
     if len(ids_T3) == 0:
         return np.empty(0, dtype=np.int64)
     low = ids_T3.min(axis=0)
-    spans = [int(span) + 1 for span in ids_T3.max(axis=0).astype(object) - low.astype(object)]
+    spans = [last - first + 1 for last, first in zip(ids_T3.max(axis=0).tolist(), low.tolist(), strict=True)]
     if spans[0] * spans[1] * spans[2] < 2**63:  # one integer key sorts several times faster than three
         epoch, prompt, sample = (ids_T3 - low).T
         key = (epoch * spans[1] + prompt) * spans[2] + sample
@@ -71,9 +72,12 @@ def identity_order(ids_T3: Int64) -> Int64:
         order = np.lexsort(ids_T3.T[::-1])
         equal = np.flatnonzero((np.diff(ids_T3[order], axis=0) == 0).all(axis=1))
     if equal.size:
-        twice = tuple(ids_T3[order[equal[0]]].tolist())
-        raise ValueError(f"sample (epoch, prompt, sample) = {twice} occurs more than once")
+        raise _twice(ids_T3[order[equal[0]]])
     return order
+
+
+def _twice(id_3: Int64) -> ValueError:
+    return ValueError(f"sample (epoch, prompt, sample) = {tuple(id_3.tolist())} occurs more than once")
 
 
 def group_numbers(sorted_ids_T3: Int64) -> Int64:
@@ -104,18 +108,51 @@ def assign(
     enough. Neither: samples stay in their slots where the layouts are equal, else they are cut into consecutive parts
     of equal counts. Raises ValueError for repeated identities, and where `follow` has other samples or another layout.
     """
+    lengths = metadata.cost_lengths(cost_columns) if len(metadata) else np.empty(0, dtype=np.int64)
+    if rule is not None and follow is None and can_divide():
+        order, slot_T, before, after = divide_by_kernel(metadata, source, target, rule, lengths)
+    else:
+        order, slot_T, before, after = divide_reference(metadata, source, target, rule, lengths, follow)
+    assignment = Assignment(target, metadata.ids_T3[order], slot_T) if follow is None else follow
+    return Decision(assignment, order, before, after)
+
+
+def divide_by_kernel(
+    metadata: Metadata,
+    source: Layout,
+    target: Layout,
+    rule: Balance,
+    lengths_T: Int64,
+) -> tuple[Int64, Int64, float, float]:
+    """As `divide_reference` with a rule, and nothing to follow."""
+    order, slot_T, before, after, twice = divide_kernel(
+        metadata.ids_T3, metadata.source_T, lengths_T, (rule.linear, rule.quadratic),
+        (rule.keep_groups, rule.equal_counts), rule.slack if source == target else None, (source.slots, target.slots),
+    )  # fmt: skip
+    if twice >= 0:
+        raise _twice(metadata.ids_T3[order[twice]])
+    return order, slot_T, before, after
+
+
+def divide_reference(
+    metadata: Metadata,
+    source: Layout,
+    target: Layout,
+    rule: Balance | None,
+    lengths_T: Int64,
+    follow: Assignment | None = None,
+) -> tuple[Int64, Int64, float, float]:
+    """In the order of identities, the row and the slot of each sample; max / mean load before and after."""
     order = identity_order(metadata.ids_T3)
-    ids = metadata.ids_T3[order]
-    here = metadata.source_T[order]
-    lengths = metadata.cost_lengths(cost_columns)[order] if len(metadata) else np.empty(0, dtype=np.int64)
-    costs = (rule or Balance()).costs(lengths)
+    ids, here = metadata.ids_T3[order], metadata.source_T[order]
+    costs = (rule or Balance()).costs(lengths_T[order])
     before = imbalance(costs, here, source.slots)
     if follow is not None:
         _check_follow(ids, follow, target)
-        assignment = follow
+        slot_T = follow.slot_T
     else:
-        assignment = Assignment(target, ids, _slots(ids, here, costs, before, source, target, rule))
-    return Decision(assignment, order, before, imbalance(costs, assignment.slot_T, target.slots))
+        slot_T = _slots(ids, here, costs, before, source, target, rule)
+    return order, slot_T, before, imbalance(costs, slot_T, target.slots)
 
 
 def _slots(

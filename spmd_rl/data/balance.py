@@ -56,5 +56,5 @@ def balance(costs_S: Float64, groups_S: Int64 | None, slots: int, equal_counts: 
 def imbalance(costs_S: Float64, slot_S: Int64, slots: int) -> float:
     """Load of the most loaded slot divided by the mean load; 1 where there is no load at all."""
     loads = np.bincount(slot_S, weights=costs_S, minlength=slots)
-    mean = float(loads.sum()) / slots
+    mean = float(np.cumsum(loads)[-1]) / slots  # added up in order, as the kernel does
     return float(loads.max()) / mean if mean > 0 else 1.0

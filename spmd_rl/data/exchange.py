@@ -26,7 +26,6 @@ from spmd_rl.data.lane import Lane
 from spmd_rl.data.layout import Layout
 from spmd_rl.data.movers import Moved, make_mover
 from spmd_rl.observe.metrics import Metrics
-from spmd_rl.ops.segments import as_bytes
 
 
 @dataclass(frozen=True)
@@ -192,7 +191,7 @@ class Coordinator:
                 raise ExchangeError(str(fault)) from None
             part = Part(agreed.metadata, decision, source, target, self.world.rank, agreed.replicas_hold)
             counters.plan_s += time.perf_counter() - met
-            own = [as_bytes(batch[name].values.to(self.world.device).contiguous()) for name in sorted(batch.columns)]
+            own = [batch.columns[name].values.to(self.world.device).contiguous() for name in sorted(batch.columns)]
             moved = lane.mover.move(exchange.edge, part, own, agreed.offers_NW, counters)
         except ExchangeError as error:
             raise ExchangeError(f"{where}: {error}") from None

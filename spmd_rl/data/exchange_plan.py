@@ -45,14 +45,15 @@ class Result:
 
     def batch(self, arena: Tensor) -> Batch:
         """Views of `arena` (uint8, at least [bytes]) as columns."""
-        columns = {}
         lengths_CS = torch.from_numpy(np.ascontiguousarray(self.lengths_SC.T)).unbind()
-        totals = self.lengths_SC.sum(axis=0)
-        sizes = (totals * self.schema.row_bytes).tolist()
-        places = zip(totals.tolist(), self.column_start_C.tolist(), sizes, lengths_CS, strict=True)
-        for (name, dtype, inner), (total, start, size, lengths_S) in zip(self.schema.columns, places, strict=True):
-            values = arena[start : start + size].view(WIRE_DTYPES[dtype])
-            columns[name] = Column(values.reshape(total, *inner) if inner else values, lengths_S)
+        sizes_C = self.lengths_SC.sum(axis=0) * self.schema.row_bytes
+        gaps_C = np.diff(self.column_start_C, append=self.bytes) - sizes_C
+        parts = arena[: self.bytes].split(np.stack([sizes_C, gaps_C], axis=1).reshape(-1).tolist())
+        columns = {}
+        for (name, dtype, inner), raw, lengths_S in zip(self.schema.columns, parts[::2], lengths_CS, strict=True):
+            kind = WIRE_DTYPES[dtype]
+            values = raw if kind is torch.uint8 else raw.view(kind)
+            columns[name] = Column.known(values.reshape(int(lengths_S.sum()), *inner) if inner else values, lengths_S)
         return Batch(torch.from_numpy(self.ids_S3), columns)
 
 

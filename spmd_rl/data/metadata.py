@@ -117,14 +117,13 @@ HEADER_WORDS = 12
 class Metadata:
     """All T samples of an exchange, in the order of the source's slots.
 
-    ids_T3: int64; source_T: slot of the source layout; position_T: place in that slot's batch; lengths_TC: int64 rows
+    ids_T3: int64; source_T: slot of the source layout; lengths_TC: int64 rows
     in the schema's column order.
     """
 
     schema: Schema
     ids_T3: Int64
     source_T: Int64
-    position_T: Int64
     lengths_TC: Int64
 
     def __len__(self) -> int:
@@ -170,11 +169,9 @@ def row_stride(columns: int) -> int:
 def decode_rows(data: NDArray[np.uint8], schema: Schema, counts_K: Int64) -> Metadata:
     """data: the rows of all source slots, in their order; counts_K: how many samples each has."""
     words = data.view(np.int32).reshape(-1, 6 + len(schema.columns))
-    starts = np.cumsum(counts_K) - counts_K
     return Metadata(
         schema=schema,
         ids_T3=np.ascontiguousarray(words[:, :6]).view(np.int64).reshape(-1, 3),
         source_T=np.repeat(np.arange(len(counts_K)), counts_K),
-        position_T=np.arange(len(words)) - np.repeat(starts, counts_K),
         lengths_TC=words[:, 6:].astype(np.int64),
     )

@@ -17,7 +17,7 @@ from spmd_rl.data.counters import EdgeCounters
 from spmd_rl.data.exchange_plan import Delivery, Part, Result, plan_delivery, plan_messages, resolve
 from spmd_rl.data.metadata import Int64
 from spmd_rl.ops.rows import deliver
-from spmd_rl.ops.segments import copy_segments
+from spmd_rl.ops.segments import as_bytes, copy_segments
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Mover(Protocol):
         ...
 
     def move(self, edge: str, part: Part, own: list[Tensor], offers_NW: Int64, counters: EdgeCounters) -> Moved:
-        """Carry out this rank's part. own: its columns, uint8, in schema order; offers_NW: what each rank offered.
+        """Carry out this rank's part. own: its columns, contiguous, in schema order; offers_NW: what each rank offered.
 
         Raises TransportError where a rank is gone or late.
         """
@@ -59,6 +59,7 @@ class ByMessages:
 
     def move(self, edge: str, part: Part, own: list[Tensor], offers_NW: Int64, counters: EdgeCounters) -> Moved:
         channel, begin = self._channel, time.perf_counter()
+        own = [as_bytes(values) for values in own]
         plan = plan_messages(part, channel.ranks)
         counters.plan_s += time.perf_counter() - begin
         flight = None

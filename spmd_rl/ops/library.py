@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 BUILD = "pip install --no-build-isolation -e ."
-OPERATORS = ("copy_segments", "copy_slices", "deliver", "lay_out", "meet", "partition")
+OPERATORS = ("copy_segments", "copy_slices", "deliver", "divide", "lay_out", "meet", "partition")
 log = logging.getLogger(__name__)
 
 
@@ -61,6 +61,10 @@ def _register_shapes() -> None:
     @torch.library.register_fake("spmd_rl::deliver")
     def _(columns: list[Tensor], targets: list[Tensor], lengths: Tensor, bytes: Tensor, to: Tensor, at: Tensor) -> None:
         return None
+
+    @torch.library.register_fake("spmd_rl::divide")
+    def _(ids: Tensor, source: Tensor, lengths: Tensor, *rule: float) -> tuple[Tensor, Tensor, Tensor]:
+        return torch.empty_like(source), torch.empty_like(source), source.new_empty(3, dtype=torch.float64)
 
     @torch.library.register_fake("spmd_rl::lay_out")
     def _(lengths: Tensor, row_bytes: Tensor, order: Tensor, bins_of: Tensor, bins: int) -> tuple[Tensor, Tensor]:

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from spmd_rl.ops.library import built
+from spmd_rl.ops.segments import as_bytes
 
 Int64 = NDArray[np.int64]
 ALIGN = 16  # bytes; widest vector access of the copy kernels
@@ -60,8 +61,8 @@ def deliver(
 ) -> None:
     """Copy the rows of S samples to where they belong.
 
-    columns: C tensors, uint8, contiguous, on the CPU, of the samples' rows one behind the other; targets: memory,
-    uint8; target_S: which of them a sample goes to (negative: to none); place_SC: bytes from its beginning; all int64.
+    columns: C contiguous tensors on the CPU, of the samples' rows one behind the other; targets: memory, uint8;
+    target_S: which of them a sample goes to (negative: to none); place_SC: bytes from its beginning; all int64.
     Rows must not overlap in the targets. Raises RuntimeError, before anything is copied, where a row lies outside.
     """
     if built():
@@ -80,6 +81,7 @@ def deliver_reference(
     place_SC: Int64,
 ) -> None:
     """Row by row."""
+    columns = [as_bytes(values) for values in columns]
     sizes_SC = lengths_SC * row_bytes_C
     begins_SC = np.cumsum(sizes_SC, axis=0) - sizes_SC
     rows = []

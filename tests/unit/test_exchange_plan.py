@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,12 +11,20 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spmd_rl.data.assignment import Assignment, assign, contiguous_slots, identity_order
+from spmd_rl.data.assignment import (
+    Assignment,
+    assign,
+    contiguous_slots,
+    divide_by_kernel,
+    divide_reference,
+    identity_order,
+)
 from spmd_rl.data.balance import Balance, imbalance
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.exchange_plan import Messages, Part, plan_messages
 from spmd_rl.data.layout import Layout
-from spmd_rl.data.metadata import Schema, decode_rows, encode_rows
+from spmd_rl.data.metadata import Metadata, Schema, decode_rows, encode_rows
+from spmd_rl.ops.divide import can_divide
 from tests.exchanges import COLUMNS, make_samples, same_bytes, virtual_exchange
 
 PER_EXAMPLE = 20  # exchanges of the same samples over other layouts, by other rules
@@ -198,6 +207,36 @@ def test_identity_order_falls_back_for_huge_spans() -> None:
         identity_order(np.concatenate([ids, ids[:1]]))
     with pytest.raises(ValueError, match=r"\(0, 1, 2\) occurs more than once"):
         identity_order(np.array([[0, 1, 2], [0, 0, 0], [0, 1, 2]]))
+
+
+@pytest.mark.skipif(not can_divide(), reason="kernels are not built")
+@settings(max_examples=300, deadline=None)
+@given(
+    samples=st.integers(0, 40),
+    slots=st.tuples(st.integers(1, 9), st.integers(1, 9)),
+    rule=st.sampled_from([rule for rule in RULES if rule is not None]),
+    spread=st.sampled_from([3, 2**40]),
+    seed=st.integers(0, 2**32 - 1),
+)
+def test_samples_are_divided_as_by_the_reference(
+    samples: int, slots: tuple[int, int], rule: Balance, spread: int, seed: int
+) -> None:
+    """Every bit of it, also of the floating-point figures; two samples of one identity are named by both."""
+    rng = np.random.RandomState(seed)
+    ids = rng.randint(-spread, spread, (samples, 3))
+    ids[:, 2] = rng.permutation(samples) if rng.rand() < 0.8 else ids[:, 2]
+    lengths = rng.randint(0, 4000, samples)
+    counts = rng.multinomial(samples, np.full(slots[0], 1 / slots[0]))
+    metadata = Metadata(Schema(()), ids, np.repeat(np.arange(slots[0]), counts), lengths[:, None])
+    source, target = Layout(tuple(range(slots[0]))), Layout(tuple(range(slots[1])))
+    outcomes: list[Any] = []
+    for divide in (divide_by_kernel, divide_reference):
+        try:
+            order, slot_T, before, after = divide(metadata, source, target, rule, lengths)
+            outcomes.append((order.tolist(), slot_T.tolist(), before, after))
+        except ValueError as fault:
+            outcomes.append(str(fault))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_an_assignment_to_follow_must_fit() -> None:

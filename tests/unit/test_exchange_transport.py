@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from spmd_rl.comm.board import Board
+from spmd_rl.comm.line import pair_tag
 from spmd_rl.comm.rollcall import RollCall
 from spmd_rl.comm.scratch import Scratch
 from spmd_rl.comm.shared import MappedPeers, Segment, SharedMemoryChannel, map_peer, share_memory
@@ -129,6 +130,13 @@ def test_a_block_that_is_gone_is_not_taken_for_another() -> None:
     third[1:3] = 10**6, 1
     with pytest.raises(OSError):
         peers.block(third)
+
+
+def test_the_pairs_of_a_rank_have_tags_of_their_own_that_mpi_can_carry() -> None:
+    for size in (2, 3, 4096):
+        for rank in {0, 1, size // 2, size - 1}:
+            tags = [pair_tag(min(rank, peer), max(rank, peer), size) for peer in range(size) if peer != rank]
+            assert len(set(tags)) == size - 1 and min(tags) >= 10_000 and max(tags) < 2**15
 
 
 def test_without_a_meeting_point_nobody_is_accused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -295,6 +295,8 @@ def test_operators_keep_their_promises_to_torch() -> None:
     torch.library.opcheck(torch.ops.spmd_rl.copy_slices.default, ([torch.rand(8)], [torch.zeros(8)], slices, 0))
     lengths, two = torch.tensor([[2], [3]]), torch.tensor([0, 1])
     torch.library.opcheck(torch.ops.spmd_rl.lay_out.default, (lengths, two[1:], two, two, 2))
+    ids, figures = torch.tensor([[0, 1, 0], [0, 0, 0]]), (1.0, 0.5, True, False, 1.02, True, 2, 2)
+    torch.library.opcheck(torch.ops.spmd_rl.divide.default, (ids, two, two + 3, *figures))
     columns, places = [noise(5, 0)], torch.tensor([[0], [2]])
     torch.library.opcheck(torch.ops.spmd_rl.deliver.default, (columns, [target], lengths, two[1:], two * 0, places))
     torch.library.opcheck(torch.ops.spmd_rl.partition.default, (torch.rand(9).double(), 3, False))

@@ -88,6 +88,9 @@ for turn in range(200):
     blocks = [torch.zeros(int(n), dtype=torch.uint8) for n in starts[:, -1]]
     back = order.argsort()
     ops.deliver(columns, blocks, length, unit, bins[back].contiguous(), places[back].contiguous())
+    ids = torch.stack([order // 3, order % 3, order], 1) if len(order) else torch.empty(0, 3, dtype=torch.int64)
+    where = torch.randint(0, 4, (len(order),))
+    ops.divide(ids, where, length[:, 0].contiguous(), 1.0, 0.5, turn % 2 == 0, turn % 3 == 0, 1.1, turn % 5 == 0, 4, 4)
     slots = ops.partition(torch.rand(rng.randint(0, 300), dtype=torch.float64), rng.randint(1, 9), turn % 2 == 0)
 for bad in ([0, 0, 1, 40000], [0, 1, 0, 40000], [1, 0, 0, 1], [0, -1, 0, 1]):
     try:
