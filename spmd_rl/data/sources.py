@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import SourceConfig
+from spmd_rl.data.arrow import ArrowFiles, saved_files
 from spmd_rl.data.jsonl import JsonLines
 from spmd_rl.data.tables import ArrowTable, Generator
 
@@ -138,6 +139,8 @@ def _open_table(config: SourceConfig, key: str) -> Table:
         raise UserError(f"{key}: no file or folder {path}")
     if not path.is_dir() and not path.is_file():
         raise UserError(f"{key}: {path} is neither a file nor a folder")  # opening a pipe would wait for its writer
+    if path.is_dir() and (files := saved_files(path)):
+        return ArrowFiles(path, files)
     if path.is_dir() or path.suffix == ".parquet":
         return ArrowTable(path)
     if path.suffix == ".jsonl":

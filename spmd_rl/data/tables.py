@@ -16,7 +16,7 @@ HASH_DEPENDENT = {"isomorphic_strings", "knight_swap", "polynomial_multiplicatio
 
 
 class ArrowTable:
-    """Rows of a Hugging Face data set on disk, or of a parquet file by way of the data sets' Arrow cache.
+    """Rows of a parquet file, by way of the Arrow cache of `datasets`, or of a folder that `ArrowFiles` can't read.
 
     Raises UserError where there is no such data set. Values are Arrow's own: images and audio stay undecoded.
     """

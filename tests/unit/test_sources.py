@@ -6,6 +6,7 @@ import json
 import os
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -69,6 +70,56 @@ def test_every_script_survives_byte_for_byte(stored, kind, tmp_path, monkeypatch
         assert SCRIPTS[i] in json.loads(data)["prompt"]
         assert json.dumps(SCRIPTS[i], ensure_ascii=False).encode() in data
         assert json.loads(data) == {"prompt": SCRIPTS[i], "answer": i, "note": None, "source": "one"}
+
+
+def test_a_saved_data_set_of_many_batches_and_files(tmp_path):
+    """40,000 record batches, empty ones among them: as `datasets` reads it, in a tenth of the memory."""
+    import datasets
+    import pyarrow
+
+    rows = [{"prompt": f"row {i}", "level": i % 7} for i in range(150_000)]
+    table = pyarrow.Table.from_pylist(rows)
+    datasets.Dataset(table).save_to_disk(tmp_path, num_shards=3)
+    first = 0
+    for file in sorted(tmp_path.glob("*.arrow")):  # the same files, with other batches
+        size = len(datasets.Dataset.from_file(str(file)))
+        with pyarrow.ipc.new_stream(file, table.schema) as out:
+            for begin in range(first, first + size, 4):
+                out.write_table(table.slice(begin, min(4, first + size - begin)))
+                if begin % 1000 == 0:
+                    out.write_batch(pyarrow.RecordBatch.from_pylist([], table.schema))
+        first += size
+    open_one(tmp_path)
+    before = anonymous_mib()
+    source = open_one(tmp_path)
+    grown = anonymous_mib() - before
+    theirs = datasets.load_from_disk(str(tmp_path))
+    assert anonymous_mib() - before - grown > 20 > 2 * grown
+    assert source.size == len(theirs) == 150_000 and source.table.columns() == theirs.column_names
+    for i in [*range(0, 150_000, 4999), 3, 4, 49_999, 50_000, 50_001, 99_999, 100_000, 149_999]:
+        assert source.table.row(i) == theirs[i] == rows[i]
+    with pytest.raises(IndexError):
+        source.table.row(150_000)
+    file.write_bytes(file.read_bytes()[:-1000])
+    assert "a damaged Arrow stream" in refusal(tmp_path)
+
+
+def anonymous_mib() -> float:
+    """Memory of this process that is no file's."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Anonymous:")) / 1024
+
+
+def test_columns_with_dictionaries_are_read_too(tmp_path):
+    import datasets
+    import pyarrow
+
+    values = ["a", "b", "a", "c"]
+    datasets.Dataset(pyarrow.table({"prompt": values, "kind": pyarrow.array(values).dictionary_encode()})).save_to_disk(
+        tmp_path
+    )
+    source = open_one(tmp_path)
+    assert [source.row(i)["kind"] for i in range(4)] == values
 
 
 @pytest.mark.parametrize("kind", ["rows.jsonl", "saved"])
