@@ -16,6 +16,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+
+def _open_standard_streams() -> None:
+    """A stream that is closed (`>&-`) leaves its number to the next file, into which messages would then be written."""
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            null = os.open(os.devnull, os.O_RDWR)  # the lowest free number: this one
+            setattr(sys, name, os.fdopen(null, "w" if number else "r", encoding="utf-8"))
+
+
+_open_standard_streams()
+
 # Started as a file, Python puts the package's own folder first on the path, where a third-party `import data` or
 # `import ops` would find ours. The folder above it is what we need.
 _PACKAGE = Path(__file__).resolve().parent

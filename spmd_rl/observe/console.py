@@ -7,6 +7,7 @@ batch job reads like a terminal. Colours appear on a terminal only.
 from __future__ import annotations
 
 import io
+import logging
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +23,7 @@ from spmd_rl.observe.text import duration, number, shorten, visible
 _BAR = 12  # cells
 _PROMPT, _RESPONSE = 160, 240  # characters of a completion shown
 _PLAIN_WIDTH = 140  # of tables that go to a file
+log = logging.getLogger(__name__)
 
 
 class Progress:
@@ -48,12 +50,24 @@ class Console:
         self, steps: int, console: RichConsole | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._out = console or _standard_output()
+        self._lost = False
         self._steps = steps
         self._progress = Progress(steps, clock)
 
     def say(self, text: str | Text, style: str = "") -> None:
         """One line, however long."""
-        self._out.print(text if isinstance(text, Text) else Text(text, style=style), soft_wrap=True)
+        self._print(text if isinstance(text, Text) else Text(text, style=style), soft_wrap=True)
+
+    def _print(self, what: Text | Table, soft_wrap: bool = False) -> None:
+        """A run does not end because nobody can read its lines any more: all of it is in the run folder."""
+        if self._lost:
+            return
+        try:
+            self._out.print(what, soft_wrap=soft_wrap)
+        except (OSError, SystemExit) as error:  # rich ends the program where the reader of a pipe has gone
+            self._lost = True
+            why = "its reader has gone" if isinstance(error, SystemExit) else error.strerror
+            log.warning("standard output can't be written to (%s): the run goes on without it", why)
 
     def banner(self, title: str, facts: Mapping[str, object]) -> None:
         """The title and one aligned line per fact."""
@@ -104,7 +118,7 @@ class Console:
         table.add_column(overflow="fold")
         for name, value in rows.items():
             table.add_row(Text(visible(name)), Text(visible(value)))
-        self._out.print(table)
+        self._print(table)
 
     def completions(self, step: int, records: Sequence[SampleRecord]) -> None:
         """A table of completions; long text is shortened, control characters are made visible."""
@@ -125,7 +139,7 @@ class Console:
                 Text(response).append(ending, "dim"),
                 Text("excluded" if record.reward != record.reward else number(record.reward), "bold"),
             )
-        self._out.print(table)
+        self._print(table)
 
 
 def change(before: float | None, after: Estimate) -> str:

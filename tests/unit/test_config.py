@@ -248,3 +248,12 @@ def test_dry_run_prints_config_graph_and_schedule_without_a_model_load():
 def test_a_wrong_number_of_ranks_is_one_line(capsys, arguments, said):
     assert main(["configs/quickstart.yaml", *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("closed", [">&-", ">&- 2>&-", "<&-"])
+def test_closed_standard_streams_do_no_harm(closed):
+    command = [sys.executable, "spmd_rl/main.py", "configs/quickstart.yaml", "--dry-run", "--ranks=-3"]
+    shell = ["bash", "-c", f'exec "$@" {closed}', "bash", *command]
+    done = subprocess.run(shell, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr == "" if "2>&-" in closed else done.stderr.startswith("error: --ranks=-3")

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import io
+import subprocess
+import sys
 from math import nan
 
 import pytest
@@ -146,3 +148,18 @@ def test_numbers() -> None:
     assert [duration(s) for s in (0.123, 12.34, 59.99, 245, 12000, 187200)] == [
         "0.12 s", "12.3 s", "60.0 s", "4 min 05 s", "3 h 20 min", "2 d 04 h",
     ]  # fmt: skip
+
+
+def test_a_reader_that_has_gone_or_a_full_disk_does_not_end_the_run() -> None:
+    """In a process of its own: rich closes standard output where a pipe is broken."""
+    program = (
+        "from spmd_rl.observe.console import Console\nshown = Console(3)\n"
+        "[shown.say('x' * 100000) for _ in range(3)]\nprint('on', file=__import__('sys').stderr)"
+    )
+    for where, why in (("| true", "its reader has gone"), ("> /dev/full", "No space left on device")):
+        shell = f'set -o pipefail; "$0" -c "$1" {where}'
+        done = subprocess.run(
+            ["bash", "-c", shell, sys.executable, program], capture_output=True, text=True, timeout=60
+        )
+        lines = done.stderr.splitlines()
+        assert lines[:2] == [f"standard output can't be written to ({why}): the run goes on without it", "on"]
