@@ -253,9 +253,8 @@ class StreamConfig:
     send: str = (
         "background"  # weights: background: while training goes on | blocking: trainers wait until they are there
     )
-    tolerate_replica_loss: bool = (
-        False  # true: where an engine fails or hangs, the other replicas go on with its groups
-    )
+    tolerate_replica_loss: bool = False  # true: where an engine fails or hangs, or its process dies and the launcher
+    #   lets the others live, the other replicas go on with its groups
     keep_cache: bool = False  # in_flight: running responses keep the keys and values of their tokens; false: made anew
 
 

@@ -85,12 +85,12 @@ def same(run, synchronous):
 @pytest.mark.parametrize("how", ["raise", "hang"])
 def test_the_others_make_its_groups(tmp_path, broken, synchronous, how):
     """On-policy: the samples and losses of the run in which nothing failed, and all ranks end well."""
-    limits = ["comm.stage_timeout_s=24"] if how == "hang" else []
-    done = start(*broken(how), *TOLERANT, *limits, ranks=3).check()
+    trainers, own = (1, ["comm.stage_timeout_s=24"]) if how == "hang" else (2, ["placement.train=2"])
+    done = start(*broken(how), *TOLERANT, *own, ranks=trainers + 2).check()
     same(tmp_path / "run", synchronous)
     why = "RuntimeError: device-side assert" if how == "raise" else "its engine hangs in stage 'rollout'"
-    assert f"rollout replica 1 (rank 2) is lost: {why}" in done.stderr
-    assert "replica 1 (rank 2) is lost; 1 go on with its groups" in done.stdout
+    assert f"rollout replica 1 (rank {trainers + 1}) is lost: {why}" in done.stderr
+    assert f"replica 1 (rank {trainers + 1}) is lost; 1 go on with its groups" in done.stdout
 
 
 def test_a_killed_process_too_where_the_launcher_lets_the_others_live(tmp_path, broken, synchronous):
@@ -108,11 +108,6 @@ def test_a_killed_process_too_where_the_launcher_lets_the_others_live(tmp_path, 
     assert [rank.wait(180) for rank in ranks] == [0, 0, -9], (tmp_path / "said-0").read_text()[-3000:]
     same(tmp_path / "run", synchronous)
     assert "rollout replica 1 (rank 2) is lost: " in (tmp_path / "said-0").read_text()
-
-
-def test_without_the_key_the_job_stops_and_names_it(tmp_path, broken):
-    done = start(*broken("raise"), *TOLERANT[:-1], ranks=3)
-    assert done.returncode != 0 and "rank 2" in done.stderr and "device-side assert" in done.stderr
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ class Consumer:
         if replica not in self._gone:
             self._gone[replica] = reason
             self._pending_rows.append([-1 - replica, *[0] * (WIDTH - 1)])
+            reason = reason.partition(". ")[0]
             say(f"rollout replica {replica}{self._peer(replica)} is lost: {reason}; the others take over its groups")
 
     def _send(self, replica: int, message: Message, body: Tensor | None = None) -> None:
