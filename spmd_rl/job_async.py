@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -98,8 +99,15 @@ def run_async(config: Config) -> int:
     return 0
 
 
-def share(job: World, **facts: Any) -> dict[str, Any]:
-    """What some ranks bring all ranks know. Collective over the job. Raises RuntimeError where two bring different."""
+def share(job: World, limit_s: float, **facts: Any) -> dict[str, Any]:
+    """What some ranks bring all ranks know. Collective over the job, within `limit_s`: others may still build engines.
+
+    Raises RuntimeError where two bring different, TimeoutError.
+    """
+    try:
+        job.control.barrier(timeout=timedelta(seconds=limit_s)).wait()
+    except RuntimeError as error:
+        raise TimeoutError(f"not all ranks of the job have met within {limit_s:g} s ({error})") from None
     everything: list[Any] = [None] * job.size
     dist.all_gather_object(everything, facts, group=job.control)
     known: dict[str, Any] = {}
@@ -112,7 +120,7 @@ def share(job: World, **facts: Any) -> dict[str, Any]:
 
 def meet(job: World, config: Config, **facts: Any) -> Start:
     """Trainers bring `done` and `frontier`, replicas `epoch_length`."""
-    known = share(job, **facts)
+    known = share(job, config.comm.stage_timeout_s, **facts)
     steps, stream = config.train.steps, config.stream
     if config.algorithm.dynamic_sampling:
         steps *= config.algorithm.dynamic_sampling_tries  # rounds that are drawn at most

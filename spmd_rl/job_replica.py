@@ -75,7 +75,7 @@ class Replica:
         self.engines: dict[str, Any] = {}
         self.loss = Loss(config, job, watch, made.roles.rollout)
         with watch.stage("start", 0):  # the trainers claim the run folder first
-            self.finished = share(job)["done"] >= config.train.steps
+            self.finished = share(job, config.comm.stage_timeout_s)["done"] >= config.train.steps
         if self.finished:
             return
         file = rank_file(Path(config.run.folder), len(made.roles.train) + mine.rank)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
+from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +26,7 @@ from spmd_rl.config.schema import CommConfig, Config, DataConfig, ModelConfig, R
 from spmd_rl.engines.rollout.build import build_rollout
 from spmd_rl.engines.rollout.generate import generate
 from spmd_rl.engines.train.engine import TrainEngine
+from spmd_rl.job_async import share
 from spmd_rl.observe.metrics import Metrics
 from tests.rollout_cases import make_model, make_requests, reference_logprobs
 from tests.world import train_cases
@@ -136,3 +140,15 @@ def test_a_dead_rank_of_one_role_ends_the_other() -> None:
     result = run_world(die, 3, roles={"train": [0, 2], "rollout": [1]}, timeout_s=60)
     assert result.returncode != 0 and not result.timed_out
     assert "rank 1 (" in result.stderr and "died" in result.stderr
+
+
+def late(world: World) -> dict[str, Any]:
+    """Rank 1 still builds its engine for longer than a collective may take."""
+    job = replace(world, control=dist.new_group(backend="gloo", timeout=timedelta(seconds=4)))
+    time.sleep(6 * job.rank)
+    return share(job, 60.0, **({} if job.rank else {"done": 4}))
+
+
+def test_roles_meet_once_the_slowest_rank_has_built_its_engine() -> None:
+    ranks = run_world(late, 2).check().ranks
+    assert ranks == [{"done": 4}] * 2
