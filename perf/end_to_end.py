@@ -78,6 +78,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=4, help="steps of a run that count")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--trl-ranks", type=int, default=0, help="processes of TRL on the same cores; 0: like ours")
+    parser.add_argument("--trl-accumulation", type=int, default=1, help="micro-batches of TRL per step")
     parser.add_argument("--threads", type=int, default=1, help="per rank of ours")
     parser.add_argument("--learn", type=int, default=0, metavar="STEPS", help="first show that both learn; 0: do not")
     parser.add_argument("--check", action="store_true", help=f"exit with 1 below {TARGET:g} times TRL's samples/s")
@@ -157,7 +158,8 @@ class Bench:
             **{key: getattr(config.train, key) for key in ("prompts_per_step", "samples_per_prompt")},
             **{key: getattr(config.rollout, key) for key in ("max_tokens", "temperature")},
             **{key: getattr(config.train.optimizer, key) for key in ("lr", "warmup_steps")},
-            **{"steps": steps, "out": str(out), "reward": config.reward.functions[0].function},
+            **{"steps": steps, "out": str(out), "run_seed": config.run.seed, "accumulation": a.trl_accumulation},
+            **{"reward": config.reward.functions[0].function},
         }
         description = out.with_suffix(".json")
         description.write_text(json.dumps(job))

@@ -2,8 +2,9 @@
 
     torchrun --standalone --nproc-per-node=2 perf/trl_grpo.py job.json
 
-job.json: model, generator, params, size, seed, system_prompt, examples, reward (a built-in of ours), steps,
-prompts_per_step, samples_per_prompt, max_tokens, temperature, lr, warmup_steps, out. OMP_NUM_THREADS sets the threads.
+job.json: model, generator, params, size, seed (of the generator), run_seed, system_prompt, examples, reward (a built-in
+of ours), steps, prompts_per_step, samples_per_prompt, accumulation (micro-batches per step), max_tokens,
+temperature, lr, warmup_steps, out. OMP_NUM_THREADS sets the threads.
 Each rank appends one JSON object per step to `<out>.rank<k>`: step, seconds, samples, generated_tokens,
 trained_tokens, reward_sum.
 """
@@ -91,11 +92,12 @@ def main() -> None:
             scores.append(score)
         return scores
 
-    per_rank, rest = divmod(job["prompts_per_step"] * job["samples_per_prompt"], ranks)
-    assert rest == 0, "the samples of a step must divide among the ranks"
+    per_rank, rest = divmod(job["prompts_per_step"] * job["samples_per_prompt"], ranks * job["accumulation"])
+    assert rest == 0, "the samples of a step must divide among ranks and micro-batches"
     config = GRPOConfig(
         output_dir=f"{job['out']}.trainer",
         per_device_train_batch_size=per_rank,
+        gradient_accumulation_steps=job["accumulation"],
         num_generations=job["samples_per_prompt"],
         max_completion_length=job["max_tokens"],
         temperature=job["temperature"],
@@ -111,7 +113,7 @@ def main() -> None:
         ddp_backend="gloo" if ranks > 1 and not torch.cuda.is_available() else None,
         gradient_checkpointing=False,
         shuffle_dataset=True,
-        seed=job["seed"],
+        seed=job["run_seed"],
         save_strategy="no",
         logging_steps=1000,
         disable_tqdm=True,
