@@ -13,7 +13,8 @@ import torch
 from spmd_rl.checkpoint.checkpointer import Checkpointer, Outcome
 from spmd_rl.checkpoint.export import export_model
 from spmd_rl.checkpoint.export_adapter import export_adapter
-from spmd_rl.checkpoint.identity import run_identity
+from spmd_rl.checkpoint.files import read_meta
+from spmd_rl.checkpoint.identity import run_identity, unlike
 from spmd_rl.checkpoint.load import load_checkpoint
 from spmd_rl.checkpoint.resume import resolve_resume, step_of
 from spmd_rl.comm.bootstrap import bootstrap, describe, shutdown
@@ -242,7 +243,11 @@ class Job:
     def _restore(self, path: Path) -> None:
         with self.stage("restore", self.done):
             states = {name: engine.state_dict() for name, engine in self._states().items()}
-            load_checkpoint(path, states, self.world)
+            try:
+                load_checkpoint(path, states, self.world)
+            except UserError as error:
+                found = unlike(read_meta(path)["config"], self.config)
+                raise UserError(f"{error}{': ' if found else ''}{', '.join(found)}") from None
             for name, engine in self._states().items():
                 engine.load_state_dict(states[name])
         self.recorder.say(f"resumed from {path} after step {self.done}")

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from typing import Any, get_args, get_type_hints
 
+from spmd_rl.config.load import settings_of
 from spmd_rl.config.schema import Config
 
 # Settings that change where, how fast or how closely a run is watched, but not what it learns.
@@ -40,6 +41,10 @@ _FREE = (
 )
 
 
+# What decides which states a checkpoint holds, and of which shapes.
+_CONTENTS = ("mode", "run.graph", "model", "critic")
+
+
 def run_identity(config: Config) -> dict[str, Any]:
     """Flat `section.key` → JSON value of every setting that defines the training.
 
@@ -61,6 +66,13 @@ def differences(there: dict[str, Any], here: dict[str, Any]) -> list[str]:
     there |= {key: _default(key) for key in here.keys() - there.keys()}
     keys = [key for key in sorted(there) if there[key] != here.get(key)]
     return [f"{key} is {there[key]!r} there and {here.get(key)!r} here" for key in keys]
+
+
+def unlike(there: str, here: Config) -> list[str]:
+    """Those differences that give a checkpoint other contents. there: the YAML text of the run that wrote it."""
+    flat: dict[str, Any] = {}
+    _flatten("", settings_of(there), flat)
+    return [phrase for phrase in differences(flat, run_identity(here)) if _within(phrase.split()[0], _CONTENTS)]
 
 
 def _default(key: str) -> Any:

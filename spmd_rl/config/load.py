@@ -37,6 +37,11 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.create(_literal(dataclasses.asdict(config))))
 
 
+def settings_of(text: str) -> Any:
+    """What `to_yaml` wrote, perhaps in an older version, as nested mappings and lists."""
+    return OmegaConf.to_container(OmegaConf.create(text), resolve=True)
+
+
 def _literal(value: Any) -> Any:
     """The same with every `${` in a text marked as no interpolation."""
     if isinstance(value, dict):

@@ -16,11 +16,13 @@ import torch.distributed as dist
 
 from spmd_rl.checkpoint import resume
 from spmd_rl.checkpoint.files import Commit, write_commit
-from spmd_rl.checkpoint.identity import run_identity
+from spmd_rl.checkpoint.identity import run_identity, unlike
 from spmd_rl.checkpoint.resume import step_of
 from spmd_rl.config.errors import UserError
+from spmd_rl.config.load import load_config, to_yaml
 from spmd_rl.config.schema import Config, DataConfig, OptimizerConfig, SourceConfig
 
+ROOT = Path(__file__).parents[2]
 IDENTITY: dict[str, Any] = {"train.prompts_per_step": 8, "model.path": "m", "data.train[0].params.min": 1}
 
 
@@ -57,6 +59,16 @@ def test_auto_starts_goes_on_and_refuses(tmp_path: Path, group: dist.ProcessGrou
     with pytest.raises(UserError, match=r"runs/a belongs to another run: train.prompts_per_step is 8 there and 16"):
         resolve_resume(run, "auto", IDENTITY | {"train.prompts_per_step": 16}, group)
     assert latest.exists()
+
+
+def test_what_gives_a_checkpoint_other_contents_is_named() -> None:
+    config = load_config(ROOT / "configs" / "quickstart.yaml", ["run.seed=1"])
+    other = load_config(ROOT / "configs" / "quickstart.yaml", ["mode=async", "model.lora_rank=4", "train.steps=7"])
+    assert unlike(to_yaml(config), config) == []
+    assert unlike(to_yaml(config), other) == [
+        "mode is 'sync' there and 'async' here",
+        "model.lora_rank is 0 there and 4 here",
+    ]
 
 
 def test_a_run_without_a_whole_checkpoint_starts_anew_only_if_it_never_had_one(
