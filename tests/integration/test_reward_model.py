@@ -81,7 +81,6 @@ def test_the_model_alone_with_a_critic_that_starts_from_it(tmp_path, models):
             ["algorithm.dynamic_sampling=true", "algorithm.loss=decoupled_ppo"],
             "reward_model.path is not there yet with algorithm.dynamic_sampling=true",
         ),
-        (["mode=async", "placement.train=1"], "reward_model.path is not there yet with mode=async"),
         (["reward.functions[0].function=mine:reward_model"], "is that of the reward model's own part"),
     ],
 )

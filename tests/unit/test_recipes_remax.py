@@ -107,10 +107,12 @@ def test_samples_and_their_metrics_are_those_of_a_run_without_it(tmp_path, model
     batch = prompts_of(plain).with_columns(stages.rollout(plain, prompts_of(plain)))
     stages.reward(plain, batch).result()
     found = through(with_greedy, prompts_of(with_greedy))
+    # the greedy responses share the engine's batches, which changes the rounding of a log-probability, never a token
     for name, column in batch.columns.items():
-        assert torch.equal(found[name].values, column.values), name
+        rounding = {"rtol": 1e-5, "atol": 1e-5} if column.values.is_floating_point() else {"rtol": 0, "atol": 0}
+        torch.testing.assert_close(found[name].values, column.values, **rounding)
     ours, theirs = with_greedy.metrics.reduce(), plain.metrics.reduce()
-    assert {name: ours[name] for name in theirs} == theirs
+    assert {name: ours[name] for name in theirs} == pytest.approx(theirs, rel=1e-5)
     assert ours.keys() - theirs.keys() == {"reward/greedy_mean", "tokens/greedy"}
     lengths = [tokens for _, tokens in greedy_texts(plain, model).values()]
     assert ours["tokens/greedy"] == sum(lengths)

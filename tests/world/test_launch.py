@@ -106,7 +106,13 @@ def test_ranks_of_mpirun_are_asked_once_before_they_are_killed(root: Path, signa
     )
     command = [str(root / "launch" / "mpirun.sh"), "60" if len(signals) > 1 else "2"]
     job = subprocess.Popen(
-        command, env={**os.environ, "NP": "2"}, stdout=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        env={**os.environ, "NP": "2"},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+        # tests in the background of a shell have inherited that SIGINT is ignored, which no trap can undo
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
     assert job.stdout is not None
     assert [job.stdout.readline().strip() for _ in range(2)] == ["ready"] * 2
