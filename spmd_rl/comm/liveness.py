@@ -11,8 +11,6 @@ import contextlib
 import faulthandler
 import math
 import os
-import secrets
-import selectors
 import socket
 import threading
 import time
@@ -21,12 +19,10 @@ from datetime import timedelta
 from types import TracebackType
 from typing import Any
 
-import torch.distributed as dist
-
-from spmd_rl.comm.address import LOOPBACK, is_loopback
 from spmd_rl.comm.alarm import EXIT_STOPPED, Alarm, one_line
-from spmd_rl.comm.link import Link, Peer, process_start, successors
-from spmd_rl.comm.process import flush_and_exit, in_forked_children, machine, say
+from spmd_rl.comm.link import Link
+from spmd_rl.comm.process import flush_and_exit, say
+from spmd_rl.comm.ring import Ring
 from spmd_rl.comm.stages import Stage, Stages
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
@@ -65,23 +61,11 @@ class Liveness:
         self.expendable: frozenset[int] = frozenset()  # ranks that may die while the others go on; set it on all ranks
         self.lost: frozenset[int] = frozenset()  # those of them that did
         self._suspects: dict[int, tuple[float, Alarm]] = {}  # peer → when to report it, and how
-        self._listener = socket.create_server((world.address, 0), family=_family(world.address), backlog=64)
-        self._peers, self._token = self._introduce()
-        self._machine = self._peers[world.rank].machine
-        self._selector = selectors.DefaultSelector()
-        self._selector.register(self._listener, selectors.EVENT_READ)
-        self._wake_in, self._wake_out = socket.socketpair()
-        self._wake_out.setblocking(False)
-        self._selector.register(self._wake_in, selectors.EVENT_READ)
-        neighbours = successors(world.rank, world.size)
-        self._links = [self._connect(rank, order) for order, rank in enumerate(neighbours)]
-        self._awaited = len(neighbours)  # as many ranks connect to this one
-        self._linked = threading.Event()
-        in_forked_children(self._close_sockets)  # or our death would go unnoticed while a worker lives
+        self._ring = Ring(world)
         self._thread = threading.Thread(target=self._watch, name="liveness", daemon=True)
         self._thread.start()
-        if neighbours and not self._linked.wait(comm.init_timeout_s):
-            late = f"{self._awaited} of its neighbours did not connect within {comm.init_timeout_s:g} s"
+        if not self._ring.whole.wait(comm.init_timeout_s):
+            late = f"{self._ring.awaited} of its neighbours did not connect within {comm.init_timeout_s:g} s"
             raise RuntimeError(f"rank {world.rank}: {late}")
 
     @contextlib.contextmanager
@@ -99,10 +83,9 @@ class Liveness:
         """Wait for all ranks, still watching them, then say goodbye. For a normal end."""
         with self.stage("end", self._stages.now().step):
             self._meet_all()
-        for link in list(self._links):
-            link.post({"goodbye": self._world.rank})
+        self._ring.post({"goodbye": self._world.rank})
         self._leaving = True
-        self._wake()
+        self._ring.wake()
         self._thread.join(5.0)
 
     def fail(self, error: BaseException) -> None:
@@ -121,7 +104,7 @@ class Liveness:
         if self._raise(alarm) and not isinstance(error, UserError):  # main prints a UserError itself
             say(alarm.line())
         self._failed_at = time.monotonic()
-        self._wake()
+        self._ring.wake()
 
     @contextlib.contextmanager
     def announcing(self) -> Iterator[None]:
@@ -161,35 +144,6 @@ class Liveness:
             if not self.lost:
                 raise
 
-    # ---- start
-
-    def _introduce(self) -> tuple[list[Peer], str]:
-        """Every rank learns every other's address and process, once."""
-        pid = os.getpid()
-        me = Peer(
-            rank=self._world.rank,
-            host=socket.gethostname(),
-            machine=machine(),
-            pid=pid,
-            started=process_start(pid),
-            address=self._world.address,
-            port=self._listener.getsockname()[1],
-        )
-        facts: list[Any] = [None] * self._world.size
-        dist.all_gather_object(facts, (me, secrets.token_hex(8)), group=self._world.control)
-        return [fact[0] for fact in facts], facts[0][1]
-
-    def _connect(self, rank: int, order: int) -> Link:
-        peer = self._peers[rank]
-        same_host = is_loopback(self._world.address) and is_loopback(peer.address)
-        sock = socket.create_connection((LOOPBACK if same_host else peer.address, peer.port), timeout=30.0)
-        link = Link(sock)
-        # The rank before the culprit speaks after those behind it.
-        link.rank, link.order = rank, len(successors(rank, self._world.size)) + order
-        link.post({"hello": self._world.rank, "token": self._token})
-        self._selector.register(sock, selectors.EVENT_READ, link)
-        return link
-
     # ---- the watching thread
 
     def _watch(self) -> None:
@@ -197,63 +151,31 @@ class Liveness:
         next_beat = last = time.monotonic()
         while not self._leaving:
             soonest = min([next_beat, *(due for due, _ in self._suspects.values())])
-            events = self._selector.select(max(0.0, soonest - time.monotonic()))
+            for link, message in self._ring.turn(soonest - time.monotonic()):
+                if message is not None:
+                    self._take(link, message)
+                elif not (link.said_goodbye or self._leaving):
+                    self._suspect(link, "died", "")
             now = time.monotonic()
             if now - last > self._heartbeat_s / 2:  # it was we who were away: nobody else is to blame
-                for link in self._links:
+                for link in self._ring.links:
                     link.heard = now
             last = now
-            for key, _ in events:
-                if key.fileobj is self._listener:
-                    self._accept()
-                elif key.fileobj is self._wake_in:
-                    self._wake_in.recv(4096)
-                else:
-                    self._read(key.data)
             if now >= next_beat:
                 next_beat = now + beat_s
                 self._beat()
                 self._arm_stack_dump()
             self._look_round(now)
         faulthandler.cancel_dump_traceback_later()
-        self._hang_up()
+        self._ring.hang_up()
 
     def _arm_stack_dump(self) -> None:
         """Should this thread get no turn until just before we are called stuck, C code writes our stacks to stderr."""
         faulthandler.dump_traceback_later(0.9 * self._heartbeat_s, exit=False, file=2)
 
-    def _accept(self) -> None:
-        try:
-            sock, _ = self._listener.accept()
-        except OSError:
-            return
-        link = Link(sock)
-        self._selector.register(sock, selectors.EVENT_READ, link)
-
-    def _read(self, link: Link) -> None:
-        messages, ended = link.receive()
-        link.heard = time.monotonic()
-        for message in messages:
-            self._take(link, message)
-        if ended:
-            self._selector.unregister(link.sock)
-            link.sock.close()
-            if link in self._links:
-                self._links.remove(link)
-                if not (link.said_goodbye or self._leaving):
-                    self._suspect(link, "died", "")
-
     def _take(self, link: Link, message: dict[str, Any]) -> None:
-        if link.rank < 0:
-            rank = message.get("hello")
-            if message.get("token") == self._token and isinstance(rank, int):
-                link.rank, link.order = rank, successors(rank, self._world.size).index(self._world.rank)
-                self._links.append(link)
-                now = self._stages.now()
-                link.post({"stage": now.name, "step": now.step}, droppable=True)
-                self._awaited -= 1
-                if self._awaited == 0:
-                    self._linked.set()
+        if "hello" in message:
+            self._tell_stage(link)
         elif "stage" in message:
             link.stage, link.step = message["stage"], message["step"]
         elif "goodbye" in message:
@@ -269,7 +191,7 @@ class Liveness:
             flush_and_exit(1)
         if self._alarm is not None:  # our own failure, already announced: main is ending
             return
-        for link in self._links:
+        for link in self._ring.links:
             silent_s = now - link.heard
             if silent_s > self._heartbeat_s and not link.said_goodbye:
                 self._suspect(link, "stuck", f"silent for {silent_s:.0f} s")
@@ -283,10 +205,10 @@ class Liveness:
                 self._stop(noticed_here=True)
 
     def _suspect(self, link: Link, kind: str, cause: str) -> None:
-        peer = self._peers[link.rank]
+        peer = self._ring.peers[link.rank]
         if peer.rank in self.expendable:
             if kind == "stuck":
-                peer.kill_if_here(self._machine)
+                peer.kill_if_here(self._ring.machine)
             self._mourn(peer.rank)
             return
         alarm = Alarm(kind, peer.rank, peer.host, peer.pid, link.stage, link.step, self._world.rank, cause)
@@ -299,11 +221,10 @@ class Liveness:
         """A rank is lost that the others can do without: pass it on, and go on."""
         if rank not in self.lost:
             self.lost |= {rank}
-            for link in list(self._links):
-                link.post({"lost": rank})
+            self._ring.post({"lost": rank})
 
     def _report_overdue(self, stage: Stage) -> None:
-        elsewhere = sorted({(link.rank, link.stage, link.step) for link in self._links})
+        elsewhere = sorted({(link.rank, link.stage, link.step) for link in self._ring.links})
         others = [
             f"rank {rank} is in stage '{name}' of step {step}"
             for rank, name, step in elsewhere
@@ -322,8 +243,7 @@ class Liveness:
             if self._alarm is not None or self._leaving:
                 return False
             self._alarm = alarm
-        for link in list(self._links):
-            link.post({"alarm": alarm.message()})
+        self._ring.post({"alarm": alarm.message()})
         return True
 
     def _stop(self, noticed_here: bool) -> None:
@@ -332,7 +252,7 @@ class Liveness:
         assert alarm is not None
         if not noticed_here and alarm.kind == "failed" and self._fails_too():
             return
-        first_here = self._world.local_rank == 0 and self._peers[alarm.by].machine != self._machine
+        first_here = self._world.local_rank == 0 and self._ring.peers[alarm.by].machine != self._ring.machine
         if noticed_here or first_here:  # one line on every machine
             say(alarm.line())
         now = self._stages.now()
@@ -342,9 +262,9 @@ class Liveness:
         ):
             say(f"rank {self._world.rank}, in stage '{now.name}' of step {now.step}, its Python stacks:")
             faulthandler.dump_traceback(file=2, all_threads=True)
-        self._hang_up()
+        self._ring.hang_up()
         if alarm.kind == "stuck":
-            self._peers[alarm.rank].kill_if_here(self._machine)
+            self._ring.peers[alarm.rank].kill_if_here(self._ring.machine)
         if alarm.kind == "overdue" and noticed_here:
             time.sleep(_STACKS_S)
         flush_and_exit(EXIT_STOPPED)
@@ -367,34 +287,15 @@ class Liveness:
                 return
             time.sleep(0.02)
 
-    def _hang_up(self) -> None:
-        """Send what is queued, then close without resetting connections whose messages are still being read."""
-        until = time.monotonic() + 0.3
-        while time.monotonic() < until and not all([link.flush() for link in list(self._links)]):
-            time.sleep(0.01)
-        for link in self._links:
-            with contextlib.suppress(OSError):
-                link.sock.shutdown(socket.SHUT_WR)
-        waiting = list(self._links)
-        while waiting and time.monotonic() < until:
-            waiting = [link for link in waiting if not link.receive()[1]]
-            time.sleep(0.01)
-        self._close_sockets()
-
-    def _close_sockets(self) -> None:
-        for sock in (self._listener, self._wake_in, self._wake_out, *(link.sock for link in self._links)):
-            sock.close()
-
     # ---- small things
 
     def _beat(self) -> None:
-        now = self._stages.now()
-        for link in list(self._links):
-            link.post({"stage": now.name, "step": now.step}, droppable=True)
+        for link in list(self._ring.links):
+            self._tell_stage(link)
 
-    def _wake(self) -> None:
-        with contextlib.suppress(OSError):
-            self._wake_out.send(b"\0")
+    def _tell_stage(self, link: Link) -> None:
+        now = self._stages.now()
+        link.post({"stage": now.name, "step": now.step}, droppable=True)
 
 
 def _may_follow(error: BaseException) -> bool:
@@ -403,7 +304,3 @@ def _may_follow(error: BaseException) -> bool:
     while cause is not None and not isinstance(cause, RuntimeError):
         cause = cause.__cause__ or cause.__context__
     return cause is not None and not isinstance(error, UserError)
-
-
-def _family(address: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in address else socket.AF_INET
