@@ -1,6 +1,6 @@
 """Does our GRPO learn at least as well as TRL's? The quickstart's task, the same samples per step, several seeds.
 
-    perf/trl_env.sh && .venv/bin/python perf/learning_trl.py --check        # about an hour on 2 cores, nearly all TRL's
+    perf/peer_env.sh trl && .venv/bin/python perf/learning_trl.py --check     # an hour on 2 cores, nearly all TRL's
 
 Both train as perf/end_to_end.py starts them. Per run the gain is the mean reward of the last fifth of the steps less
 that of the first fifth. One JSON object per seed and a summary; `--svg` draws the curves. Finished runs are kept in
