@@ -36,6 +36,7 @@ def train(folder: Path, model: Path, device: str) -> list[dict[str, Any]]:
     config = tiny_config(folder, model, data={"train": [source], "eval": [], "max_prompt_tokens": 160})
     environment = {**os.environ} if device == "cuda" else {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
     command = [sys.executable, str(MAIN), str(config), f"train.steps={STEPS}", "checkpoint.every=0"]
+    command += ["algorithm.kl_coef=0.1", f"algorithm.offload_reference={str(device == 'cuda').lower()}"]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)
     if done.returncode:
         sys.exit(f"gpu_program: the run on {device} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
@@ -54,6 +55,9 @@ def main() -> int:
         close = abs(cpu - cuda) <= CLOSE * max(abs(cpu), 1e-3)
         failed |= not close
         print(json.dumps({"case": f"first step, {name}", "cpu": cpu, "cuda": cuda, "met": close}))
+    distance = runs["cuda"][0]["kl/ref"]  # of the policy that was loaded twice, once to stay on the host
+    failed |= not abs(distance) <= MISMATCH
+    print(json.dumps({"case": "first step, kl/ref on cuda", "value": distance, "met": abs(distance) <= MISMATCH}))
     for step in runs["cuda"]:
         small = abs(step["mismatch/kl"]) <= MISMATCH
         failed |= not small

@@ -35,6 +35,7 @@ _PLACES: dict[str, tuple[Callable[[AlgorithmConfig], bool], str]] = {
     "dynamic_sampling_tries": (lambda a: a.dynamic_sampling, "algorithm.dynamic_sampling=true"),
     "kl_target": (lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0, which it starts from"),
     "kl_horizon": (lambda a: a.kl_target > 0, "algorithm.kl_target above 0"),
+    "offload_reference": (lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0"),
     "kl_in": (lambda a: a.kl_coef > 0, "algorithm.kl_coef above 0"),
     "kl_estimator": (lambda a: a.kl_coef > 0 and a.kl_in == "loss", "algorithm.kl_coef above 0 and kl_in=loss"),
     "correction_level": (lambda a: a.correction != "none", "algorithm.correction=tis, mis or icepop"),

@@ -51,6 +51,11 @@ def check(config: Config) -> None:
         raise UserError(
             "model.lora_alpha and model.lora_targets mean nothing with model.lora_rank=0: set a rank, e.g. 16"
         )
+    if config.algorithm.offload_reference and config.model.lora_rank:
+        raise UserError(
+            "algorithm.offload_reference=true: with model.lora_rank the reference policy is the actor without its "
+            "adapters, so there is nothing to move"
+        )
     if 0 < config.eval.temperature < 0.01:  # vLLM would take it as 0.01
         raise UserError(f"eval.temperature={config.eval.temperature}: 0 (greedy) or at least 0.01 is wanted")
     if config.eval.temperature == 0 and config.eval.samples_per_prompt > 1:

@@ -134,6 +134,7 @@ class AlgorithmConfig:
     sapo_tau_negative: float = 1.05  # the same where it is negative
 
     kl_coef: float = 0.0  # 0: no reference model is loaded
+    offload_reference: bool = False  # its weights lie in the host's memory between passes (for GPUs)
     kl_target: float = (
         0.0  # wanted kl/ref (nats per token), towards which kl_coef moves from step to step; 0: it is fixed
     )

@@ -32,6 +32,7 @@ def refusal(config, *overrides, ranks=1) -> str:
         (["algorithm.advantage=gropo"], "did you mean grpo"),
         (["rollout.tensor_parallel=3"], "does not divide the 8 attention heads"),
         (["run.graph=spmd_rl.recipes.grpo:graf"], "did you mean graph"),
+        (["algorithm.kl_coef=0.1", "algorithm.offload_reference=true"], "offload_reference=true is for GPUs"),
     ],
 )
 def test_one_line(tmp_path, model, overrides, said):

@@ -44,6 +44,7 @@ REFUSED: list[tuple[dict[str, object], dict[str, int], str]] = [
     ),
     ({"kl_coef": 0.1, "kl_target": 0.1, "kl_horizon": 63.0}, {}, "at least the 64 samples of a step"),
     ({"kl_in": "reward"}, {}, "needs algorithm.kl_coef above 0"),
+    ({"offload_reference": True}, {}, "offload_reference=True has no effect here: it needs algorithm.kl_coef above 0"),
     ({"kl_in": "rewards", "kl_coef": 0.1}, {}, r"did you mean reward\?"),
     ({}, {"samples_per_prompt": 1}, "samples_per_prompt=1: set it to 2 or more, or choose .*reinforce_pp or remax"),
     ({"advantage": "rloo"}, {"samples_per_prompt": 1}, "rloo compares the samples"),

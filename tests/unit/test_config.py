@@ -134,6 +134,13 @@ def test_wrong_input_is_one_line_that_says_what_would_be_right(good, override, m
     assert "\n" not in str(caught.value)
 
 
+def test_a_reference_that_is_the_actor_itself_has_nothing_to_offload(good):
+    keys = ["model.lora_rank=8", "algorithm.kl_coef=0.1", "algorithm.offload_reference=true"]
+    check(load_config(good, keys[:2]))
+    with pytest.raises(UserError, match="with model.lora_rank the reference policy is the actor without its adapters"):
+        check(load_config(good, keys))
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [

@@ -109,6 +109,8 @@ def test_numerics(model: str, ranks: int) -> None:
         assert found["sent between steps"] == [True] * 14 and found["sent in float32: equal"]
         assert found["reference: dtypes"] == ["torch.bfloat16"] and found["reference: state"] == {}
         assert found["reference = fresh policy"] and found["reference: no gradients"]
+        assert found["offloaded reference = fresh policy"] and not found["offloaded: gathered"]
+        assert found["offloaded: policies"] == ["CPUOffloadPolicy"]
     assert everyone[0]["sent"] == everyone[-1]["sent"]
     with safe_open(Path(model) / "model.safetensors", "pt") as file:
         assert sorted(everyone[0]["sent"]) == sorted(file.keys())  # Hugging Face names, the tied head once

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from spmd_rl.checkpoint.checkpointer import Checkpointer
@@ -42,9 +43,11 @@ def config(folder: str, dtype: str = "float32", shared: bool = True, **train: An
 class Engine(TrainEngine):
     """Remembers the gradients of the last step before they are clipped, and counts forward passes."""
 
-    def __init__(self, config: Config, world: World, trainable: bool = True, total_steps: int = 10) -> None:
+    def __init__(
+        self, config: Config, world: World, trainable: bool = True, total_steps: int = 10, offload: bool = False
+    ) -> None:
         mesh = world.mesh(range(world.size), {"dp": world.size})
-        super().__init__(config, world, mesh, total_steps=total_steps, trainable=trainable)
+        super().__init__(config, world, mesh, total_steps=total_steps, trainable=trainable, offload=offload)
         self.forwards = 0
         self.gradients: dict[str, Tensor] = {}
 
@@ -326,9 +329,19 @@ def numerics(world: World, folder: str) -> dict[str, Any]:
     found["reference: dtypes"] = sorted({str(p.dtype) for p in reference._model.parameters()})
     fresh = Engine(config(folder, dtype="bfloat16"), world)
     found["reference = fresh policy"] = bool(torch.equal(reference.logprobs(batch), fresh.logprobs(batch)))
+    keeping = config(folder, dtype="bfloat16", shard="keep")
+    offloaded = Engine(keeping, world, trainable=False, offload=True)
+    found["offloaded reference = fresh policy"] = bool(torch.equal(offloaded.logprobs(batch), fresh.logprobs(batch)))
+    units = [module for module in offloaded._network.modules() if isinstance(module, FSDPModule)]
+    found["offloaded: policies"] = sorted({type(_fsdp_group(unit).offload_policy).__name__ for unit in units})
+    found["offloaded: gathered"] = any(_fsdp_group(unit).is_unsharded for unit in units)
     found["reference: state"] = reference.state_dict()
     found["reference: no gradients"] = not any(p.requires_grad for p in reference._model.parameters())
     return found
+
+
+def _fsdp_group(unit: FSDPModule) -> Any:
+    return unit._get_fsdp_state()._fsdp_param_group
 
 
 def sent_between_steps(world: World, folder: str) -> list[bool]:

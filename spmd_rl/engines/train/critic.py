@@ -8,6 +8,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
+from spmd_rl.config.model_folder import weights_identity
 from spmd_rl.config.schema import Config, ModelConfig
 from spmd_rl.data.batch import Batch
 from spmd_rl.engines.protocol import Terms, ValueTerms
@@ -48,7 +49,7 @@ class CriticEngine(ModelEngine[ValueTerms]):
         if config.critic.lora_rank:
             adapters = lora.lora_config(ModelConfig(path=path, lora_rank=config.critic.lora_rank), bare=True)
             lora.add_adapters(network.model, adapters, compute_dtype(config), config.run.seed)
-            self._base = lora.base_identity(path)
+            self._base = weights_identity(path)
         super().__init__(config, world, mesh, network, network, config.critic.optimizer, total_steps)
 
     def values(self, batch: Batch) -> Tensor:

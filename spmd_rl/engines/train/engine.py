@@ -22,18 +22,24 @@ class TrainEngine(ModelEngine[LossTerms]):
     """A causal language model. See `engines.protocol.TrainEngine`.
 
     trainable: false for a model that is only evaluated (a reference): its weights are stored in the compute dtype.
-    Raises UserError for a model folder that cannot be used.
+    offload: see `fsdp.shard`. Raises UserError for a model folder that cannot be used.
     """
 
     def __init__(
-        self, config: Config, world: World, mesh: DeviceMesh, total_steps: int, trainable: bool = True
+        self,
+        config: Config,
+        world: World,
+        mesh: DeviceMesh,
+        total_steps: int,
+        trainable: bool = True,
+        offload: bool = False,
     ) -> None:
         self._rollout_dtype = dtype_of("rollout.dtype", config.rollout.dtype)
         model = self._load(config, trainable)
         # Greedy sampling has no temperature to divide by; its policy is read at 1.
         network = PolicyModel(model, config.rollout.temperature or 1.0, config.model.logprob_chunk)
         optimizer = config.train.optimizer if trainable else None
-        super().__init__(config, world, mesh, network, model, optimizer, total_steps)
+        super().__init__(config, world, mesh, network, model, optimizer, total_steps, offload)
 
     def _load(self, config: Config, trainable: bool) -> PreTrainedModel:
         return load_model(config.model.path, torch.float32 if trainable else compute_dtype(config), verify=trainable)

@@ -9,27 +9,35 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.utils.checkpoint import checkpoint
 
 from spmd_rl.engines.train.host import GlooReduceScatter
 from spmd_rl.engines.train.model import PackedModel, decoder_layers
 
 
-def shard(network: PackedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, keep: bool) -> None:
+def shard(
+    network: PackedModel, mesh: DeviceMesh, compute_dtype: torch.dtype, keep: bool, offload: bool = False
+) -> None:
     """Shards each decoder layer and the rest (embedding, final norm, head) over `mesh`, in place.
 
     Each rank stores its slices in the dtype of the loaded weights, computes in `compute_dtype` and reduces gradients
     in float32. keep: gathered parameters stay from their first use until the step's last backward pass; else each
-    layer's are dropped after its forward and after its backward pass.
+    layer's are dropped after its forward and after its backward pass. offload: the slices lie in the host's memory,
+    from which each layer's come just before they are gathered.
     """
+    place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda") if offload else OffloadPolicy()
+
+    def fully(module: nn.Module, policy: MixedPrecisionPolicy, reshard: bool) -> None:
+        fully_shard(module, mesh=mesh, mp_policy=policy, reshard_after_forward=reshard, offload_policy=place)
+
     usual = MixedPrecisionPolicy(param_dtype=compute_dtype, reduce_dtype=torch.float32)
     for layer in decoder_layers(network.model):
-        fully_shard(layer, mesh=mesh, mp_policy=usual, reshard_after_forward=not keep)
+        fully(layer, usual, not keep)
     for module in network.full_precision():
         exact = MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=torch.float32)
-        fully_shard(module, mesh=mesh, mp_policy=exact, reshard_after_forward=not keep)
-    fully_shard(network, mesh=mesh, mp_policy=usual, reshard_after_forward=False)
+        fully(module, exact, not keep)
+    fully(network, usual, False)
     for module in network.modules():
         if isinstance(module, FSDPModule) and mesh.size() > 1:
             # The loss is normalised by counts over all ranks already, so gradients add up; a mean would divide twice.

@@ -74,11 +74,11 @@ class ModelEngine(Generic[TermsT]):
 
     network: packed tokens in, one or more float32 [R] out; model: its part that is trained and saved, by whose names.
     optimizer: None for a model that is only evaluated: no gradients, no state. total_steps: optimizer steps of the
-    whole run, for the learning-rate schedule. Every method is collective over the mesh.
+    whole run, for the learning-rate schedule. offload: see `fsdp.shard`. Every method is collective over the mesh.
     """
 
     labels: ClassVar[Labels] = Labels()
-    _base = ""  # `lora.base_identity` of the frozen part, where there is one
+    _base = ""  # `weights_identity` of the frozen part, where there is one
 
     def __init__(
         self,
@@ -89,6 +89,7 @@ class ModelEngine(Generic[TermsT]):
         model: nn.Module,
         optimizer: OptimizerConfig | None,
         total_steps: int,
+        offload: bool = False,
     ) -> None:
         self.version = self.skipped = 0
         self._part: _Part | None = None  # of a step that comes in parts
@@ -96,7 +97,7 @@ class ModelEngine(Generic[TermsT]):
         if mesh.ndim != 1:
             raise UserError(f"the trainer shards over one mesh axis (dp), not over {mesh.mesh_dim_names}")
         self._group = mesh.get_group()
-        self._keep = config.train.shard == "keep"
+        self._keep = config.train.shard == "keep" and not offload
         self._compute_dtype = compute_dtype(config)
         if self._device.type == "cpu":
             reuse_freed_memory()
@@ -105,7 +106,7 @@ class ModelEngine(Generic[TermsT]):
         self._network, self._model = network, model
         if config.model.activation_checkpointing and optimizer is not None:
             recompute_layers(network)
-        shard(network, mesh, self._compute_dtype, self._keep)
+        shard(network, mesh, self._compute_dtype, self._keep, offload)
         if optimizer is not None:
             trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
             self._optimizer, self._schedule = build_optimizer(trained, optimizer, total_steps)

@@ -8,9 +8,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from spmd_rl.comm.world import World
 from spmd_rl.config.errors import UserError
+from spmd_rl.config.model_folder import weights_identity
 from spmd_rl.config.schema import Config
 from spmd_rl.engines.train.engine import TrainEngine
-from spmd_rl.engines.train.lora import base_identity
 
 
 class Reference(TrainEngine):
@@ -18,8 +18,11 @@ class Reference(TrainEngine):
     distance from the policy that it began with, and from no other that has taken its place in the folder."""
 
     def __init__(self, config: Config, world: World, mesh: DeviceMesh) -> None:
-        super().__init__(config, world, mesh, total_steps=0, trainable=False)
-        self._path, self._identity = config.model.path, base_identity(config.model.path)
+        offload = config.algorithm.offload_reference
+        if offload and world.device.type == "cpu":
+            raise UserError("algorithm.offload_reference=true is for GPUs: here all weights lie in the host's memory")
+        super().__init__(config, world, mesh, total_steps=0, trainable=False, offload=offload)
+        self._path, self._identity = config.model.path, weights_identity(config.model.path)
 
     def state_dict(self) -> dict[str, Any]:
         return {"identity": self._identity}
