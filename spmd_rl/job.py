@@ -16,7 +16,7 @@ from spmd_rl.checkpoint.export_adapter import export_adapter
 from spmd_rl.checkpoint.files import read_meta
 from spmd_rl.checkpoint.identity import run_identity, unlike
 from spmd_rl.checkpoint.load import load_checkpoint
-from spmd_rl.checkpoint.resume import resolve_resume, step_of
+from spmd_rl.checkpoint.resume import is_finished, mark_finished, resolve_resume, step_of
 from spmd_rl.comm.bootstrap import bootstrap, describe, shutdown
 from spmd_rl.comm.digest import agree
 from spmd_rl.comm.liveness import Liveness
@@ -26,6 +26,7 @@ from spmd_rl.comm.world import World
 from spmd_rl.config.check import check_world, derived_sizes
 from spmd_rl.config.errors import UserError
 from spmd_rl.config.load import to_yaml
+from spmd_rl.config.model_folder import model_identity
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.data.exchange import Coordinator
@@ -83,8 +84,11 @@ class Job:
         self.plan = make_plan(graph)
         with watch.stage("start", 0):
             agree(world, "the configuration or the plan", to_yaml(config).encode() + self.plan.digest)
-            self.resumed = resolve_resume(self.folder, config.run.resume, run_identity(config), world.control, opened)
-        self.done = step_of(self.resumed)
+            model = model_identity(config.model.path) if world.rank == 0 else ""
+            claim = config.run.resume, run_identity(config), model
+            self.resumed = resolve_resume(self.folder, *claim, world.control, opened)
+            self.done = step_of(self.resumed)
+            self.finished = is_finished(self.folder, self.done, world.control)
         self._claimed()
         self.recorder = Recorder(config.observe, world, self.folder, steps=config.train.steps, restored_step=self.done)
         opened.callback(self.recorder.spans.flush)
@@ -102,10 +106,15 @@ class Job:
         self.peers = peer_groups(world, (placement.layout for placement in placed), limit_s)
         self.runner = Runner(config, world, self.plan, self.engines, self.coordinator, self.stage, self.peers)
 
+    @property
+    def over(self) -> bool:
+        """Whether nothing is left to do: no step, and nothing of what follows the last one."""
+        return self.finished and self.done >= self.config.train.steps
+
     def run(self) -> None:
         """All steps that are left; then the final evaluation, checkpoint, export and report."""
         config, steps = self.config, self.config.train.steps
-        if self.done >= steps:
+        if self.over:
             self.recorder.say(
                 f"all {steps} steps are done; raise train.steps to go on, or give another run.folder to start anew"
             )
@@ -131,7 +140,7 @@ class Job:
                 f"stopped by {self.stop.reason or 'another rank'} after step {self.done}; start again to go on"
             )
         else:
-            if self.done == first:
+            if self.done == first and (first == 0 or self.finished):
                 raise UserError(f"no step was made: data.epochs={config.data.epochs} had ended by step {first}")
             self._refuse_unchanged()
             if config.eval.at_end and evaluated != self.done:
@@ -139,6 +148,8 @@ class Job:
             self._finish()
         self._end()
         self.recorder.close()
+        if self.world.rank == 0 and not stopped:
+            mark_finished(self.folder, self.done)
 
     def _facts(self) -> dict[str, object]:
         """What stands at the start of the log."""

@@ -75,8 +75,8 @@ class Replica:
         self.engines: dict[str, Any] = {}
         self.loss = Loss(config, job, watch, made.roles.rollout)
         with watch.stage("start", 0):  # the trainers claim the run folder first
-            self.finished = share(job, config.comm.stage_timeout_s)["done"] >= config.train.steps
-        if self.finished:
+            self.over = share(job, config.comm.stage_timeout_s)["over"]
+        if self.over:
             return
         file = rank_file(Path(config.run.folder), len(made.roles.train) + mine.rank)
         self.spans = Spans(job.rank, file if config.observe.timeline else None, config.observe.nvtx)
@@ -111,7 +111,7 @@ class Replica:
 
     def run(self) -> None:
         """Until the trainers end the stream."""
-        if self.finished:
+        if self.over:
             return
         with self.watch.stage("meet", 0):
             start = meet(self.job, self.config, epoch_length=self.engines["loader"].epoch_length)

@@ -80,7 +80,7 @@ class TrainerJob(Job):
         }
 
     def _claimed(self) -> None:
-        share(self._job, self.config.comm.stage_timeout_s, done=self.done)
+        share(self._job, self.config.comm.stage_timeout_s, over=self.over)
 
     def _begin(self) -> None:
         """Meet the replicas, open the stream, and give them the weights."""

@@ -10,9 +10,11 @@ python spmd_rl/main.py configs/quickstart.yaml --dry-run --ranks 8
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -40,7 +42,7 @@ from spmd_rl.config.errors import UserError  # noqa: E402
 from spmd_rl.config.load import load_config, to_yaml  # noqa: E402
 from spmd_rl.config.schema import Config  # noqa: E402
 
-EXIT_USER_ERROR = 2
+EXIT_FAILED, EXIT_USER_ERROR = 1, 2
 _OTHERS_WAIT_S = 15.0
 _MOST_RANKS = 1_000_000  # of a dry run: a number beyond is a slip of the finger that would fill the memory
 
@@ -141,10 +143,17 @@ def _complain(error: UserError) -> None:
 
 
 if __name__ == "__main__":
-    status = main()
-    if status == EXIT_USER_ERROR:
-        # At once, without the clean-up of half-started libraries: the other ranks wait to see this one gone.
-        sys.stdout.flush()
+    try:
+        status = main()
+    except Exception:
+        traceback.print_exc()
+        status = EXIT_FAILED
+    if status:
+        # At once, without the clean-up of half-started libraries: the other ranks wait to see this one gone, and a
+        # thread that wants the interpreter during its teardown would end it by SIGABRT.
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError, ValueError):  # closed, or its reader is gone
+                stream.flush()
         os._exit(status)
     if "spmd_rl.comm.bootstrap" in sys.modules:
         from spmd_rl.comm.bootstrap import leave

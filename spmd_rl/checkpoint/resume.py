@@ -24,7 +24,7 @@ from spmd_rl.checkpoint.identity import differences
 from spmd_rl.checkpoint.lock import LOCK_FILE, lock_folder
 from spmd_rl.config.errors import UserError
 
-RUN_FILE = "run.json"  # in the run folder: the settings that define the training
+RUN_FILE = "run.json"  # in the run folder: the settings that define the training, its model, and where it ended
 CHECKPOINTS = "checkpoints"
 _LEAVING_S = 10.0  # within which the ranks of a run that was killed have gone
 _SHOWN = 3  # differing settings in a message
@@ -32,19 +32,20 @@ log = logging.getLogger(__name__)
 
 
 def resolve_resume(
-    run_folder: Path, rule: str, identity: Mapping[str, Any], group: ProcessGroup, opened: ExitStack
+    run_folder: Path, rule: str, identity: Mapping[str, Any], model: str, group: ProcessGroup, opened: ExitStack
 ) -> Path | None:
     """The checkpoint to start from, or None for a start from the model; claims the run folder for this run.
 
     rule: auto: the latest whole checkpoint in `run_folder`, which must be new, empty, or of a run with the same
     identity | none: `run_folder` must be new or empty | a path: that checkpoint, of whatever run; a folder of
-    another run is refused all the same. identity: of `run_identity`. opened: the folder is locked until it is closed.
+    another run is refused all the same. identity: of `run_identity`. model: of `model_identity` (the same path may
+    hold another one by now; rank 0's counts). opened: the folder is locked until it is closed.
     Collective over `group` (CPU): rank 0 looks and writes, all ranks return or raise the same UserError.
     """
     answer: list[tuple[str | None, str | None]] = [(None, None)]
     if dist.get_rank(group) == 0:
         try:
-            found = _resolve(run_folder, rule, dict(identity), opened)
+            found = _resolve(run_folder, rule, dict(identity), model, opened)
             answer = [(str(found) if found else None, None)]
         except UserError as error:
             answer = [(None, str(error))]
@@ -62,7 +63,19 @@ def step_of(checkpoint: Path | None) -> int:
     return read_commit(checkpoint).step if checkpoint else 0
 
 
-def _resolve(run_folder: Path, rule: str, identity: dict[str, Any], opened: ExitStack) -> Path | None:
+def is_finished(run_folder: Path, step: int, group: ProcessGroup) -> bool:
+    """Whether the run came to its end after `step` steps, with all that belongs to it. Collective over `group`."""
+    answer = [dist.get_rank(group) == 0 and _read(run_folder).get("finished") == step]
+    dist.broadcast_object_list(answer, group=group, group_src=0)
+    return answer[0]
+
+
+def mark_finished(run_folder: Path, step: int) -> None:
+    """The last thing that a run does, on rank 0: one that was killed before goes through its end again."""
+    _write(run_folder, _read(run_folder) | {"finished": step})
+
+
+def _resolve(run_folder: Path, rule: str, identity: dict[str, Any], model: str, opened: ExitStack) -> Path | None:
     entries = sorted({path.name for path in run_folder.iterdir()} - {LOCK_FILE}) if run_folder.exists() else []
     found: Path | None = None
     if rule not in ("auto", "none"):
@@ -78,7 +91,7 @@ def _resolve(run_folder: Path, rule: str, identity: dict[str, Any], opened: Exit
             "give another run.folder"
         )
     if entries:
-        _same_run(run_folder, identity)
+        _same_run(run_folder, identity, model)
         opened.enter_context(lock_folder(run_folder, _LEAVING_S))
         checkpoints = run_folder / CHECKPOINTS
         if checkpoints.exists() and not checkpoints.is_dir():
@@ -89,7 +102,7 @@ def _resolve(run_folder: Path, rule: str, identity: dict[str, Any], opened: Exit
                 _refuse_damaged(run_folder / CHECKPOINTS)
     else:
         run_folder.mkdir(parents=True, exist_ok=True)
-        write_durably(run_folder / RUN_FILE, json.dumps({"settings": identity}, indent=1, sort_keys=True) + "\n")
+        _write(run_folder, {"settings": identity, "model": model})
         opened.enter_context(lock_folder(run_folder, _LEAVING_S))
     return found
 
@@ -119,13 +132,23 @@ def _explicit(path: Path) -> Path:
     return path
 
 
-def _same_run(run_folder: Path, identity: dict[str, Any]) -> None:
+def _read(run_folder: Path) -> dict[str, Any]:
     try:
-        there = dict(json.loads((run_folder / RUN_FILE).read_text(encoding="utf-8"))["settings"])
+        content = json.loads((run_folder / RUN_FILE).read_text(encoding="utf-8"))
+        return dict(content) | {"settings": dict(content["settings"])}
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{run_folder / RUN_FILE} is unreadable: give another run.folder") from None
-    here = json.loads(json.dumps(identity))
-    found = differences(there, here)
+
+
+def _write(run_folder: Path, content: Mapping[str, Any]) -> None:
+    write_durably(run_folder / RUN_FILE, json.dumps(content, indent=1, sort_keys=True) + "\n")
+
+
+def _same_run(run_folder: Path, identity: dict[str, Any], model: str) -> None:
+    there = _read(run_folder)
+    found = differences(there["settings"], json.loads(json.dumps(identity)))
+    if there.get("model", model) != model:  # (older runs did not note it)
+        found.append(f"the model in {identity.get('model.path')} is not the one that it began with")
     if found:
         more = f" and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
         raise UserError(

@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from spmd_rl.comm.world import World
+from spmd_rl.config.errors import UserError
 from spmd_rl.config.schema import ObserveConfig
 from spmd_rl.observe.console import Console, change
 from spmd_rl.observe.environment import note_start
@@ -41,8 +42,8 @@ class Recorder:
     """Made by every rank with the same arguments.
 
     steps: of the whole run; restored_step: of the checkpoint that the run goes on from (0: it starts anew; then what
-    an earlier attempt left in the files is removed). `step` and `evaluation` are collective over all ranks, as is
-    `close`, except after a failure.
+    an earlier attempt left in the files is removed). Raises UserError where a file can't be used. `step` and
+    `evaluation` are collective over all ranks, as is `close`, except after a failure.
     """
 
     def __init__(
@@ -55,7 +56,14 @@ class Recorder:
         if restored_step == 0:
             rank_file(run_folder, world.rank).unlink(missing_ok=True)
         self.spans = Spans(world.rank, spans_file, config.nvtx)
-        self._shared = _Shared(config, world, run_folder, steps, restored_step) if world.rank == 0 else None
+        self._shared: _Shared | None = None
+        if world.rank == 0:
+            try:
+                self._shared = _Shared(config, world, run_folder, steps, restored_step)
+            except OSError as error:
+                raise UserError(f"{error.filename} can't be written: {error.strerror}") from None
+            except ValueError as error:
+                raise UserError(f"the records in {run_folder} are damaged ({error}): move metrics.jsonl away") from None
 
     def start(self, title: str, facts: Mapping[str, object]) -> None:
         """The banner: the run folder, and what else the caller has to say (world, model parameters, derived sizes)."""
@@ -150,10 +158,12 @@ class _Shared:
         self._totals = {"samples": 0.0, "tokens/generated": 0.0, "time/step": 0.0}  # since this start
         self._last: Sequence[EvalResult] = ()
         self._first: dict[str, float] = {}  # values of each set's first evaluation
+        self._evaluated: int | None = None  # the last step before this start whose evaluation is on record
         for line in read_lines(folder / "metrics.jsonl"):
             for name, value in line.items():
                 if name.startswith("eval/") and value is not None:
                     self._first.setdefault(name, value)
+                    self._evaluated = line["step"]
         if restored_step == 0:
             for rank, path in rank_files(folder).items():
                 if rank >= world.size:  # of an earlier attempt in a larger world
@@ -178,7 +188,8 @@ class _Shared:
         values: dict[str, float] = {}
         for result in results:
             values |= result.metrics()
-        self._write(step, values, records)
+        # A run that was killed at its very end evaluates again: the samples are there.
+        self._write(step, values, () if step == self._evaluated else records)
         for result in results:
             self.console.evaluation(result, self._before(result))
         self._first = values | self._first

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -163,6 +164,14 @@ def test_a_killed_replica_is_named_and_the_next_start_trains_on_every_group_once
     assert [step["step"] for step in metrics(run)] == [1, 2, 3, 4, 5, 6]
     assert max(ages(run)) <= 2
     assert "all 6 steps are done" in start(config, *overrides, ranks=2).check().stdout
+
+    # Killed behind its last step, it has its end to make: an evaluation by the replica, and the model.
+    content = json.loads((run / "run.json").read_text())
+    assert content.pop("finished") == 6
+    (run / "run.json").write_text(json.dumps(content))
+    start(config, *overrides, "eval.at_end=true", "checkpoint.export=true", ranks=2).check()
+    assert (run / "model" / "model.safetensors").exists() and "eval/held_out/pass@1" in metrics(run)[-1]
+    assert len(metrics(run)) == 6 and len(samples(run)) == (5 * 5 + 4) * 4
 
 
 def test_a_signal_to_a_replica_alone_stops_the_run_with_a_checkpoint(tmp_path, model):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -110,8 +111,21 @@ def test_sigterm_stops_at_a_step_border_with_a_checkpoint(tmp_path, model):
 
 
 def test_a_finished_run_says_so_and_another_configuration_is_refused(tmp_path, model):
-    config = tiny_config(tmp_path, model)
+    config = tiny_config(tmp_path, model, eval={"at_end": True}, checkpoint={"export": True})
+    run = tmp_path / "run"
     start(config, "train.steps=2", ranks=1, launcher="single").check()
+    left = {name: (run / name).read_bytes() for name in ("metrics.jsonl", "samples.jsonl", "model/model.safetensors")}
+
+    # What a kill during the export leaves: the next start makes the end, once.
+    content = json.loads((run / "run.json").read_text())
+    assert content.pop("finished") == 2
+    (run / "run.json").write_text(json.dumps(content))
+    shutil.rmtree(run / "model")
+    (run / "report.html").unlink()
+    end = start(config, "train.steps=2", ranks=1, launcher="single").check()
+    assert (run / "report.html").exists() and "held_out pass@1" in end.stdout
+    assert {name: (run / name).read_bytes() for name in left} == left
+
     again = start(config, "train.steps=2", ranks=1, launcher="single").check()
     assert "all 2 steps are done" in again.stdout
     other = start(config, "train.steps=2", "train.optimizer.lr=0.5", ranks=1, launcher="single")
@@ -119,6 +133,11 @@ def test_a_finished_run_says_so_and_another_configuration_is_refused(tmp_path, m
     assert "belongs to another run: train.optimizer.lr is 0.001 there and 0.5 here" in other.stderr
     fresh = start(config, "train.steps=2", "run.resume=none", ranks=1, launcher="single")
     assert fresh.returncode == 2 and "run.resume=none wants a new folder" in fresh.stderr
+    (run / "metrics.jsonl").unlink()
+    (run / "metrics.jsonl").mkdir()
+    taken = start(config, "train.steps=2", ranks=1, launcher="single")
+    assert taken.returncode == 2 and f"error: {run}/metrics.jsonl can't be written: Is a directory" in taken.stderr
+    assert "Traceback" not in taken.stderr
 
 
 def test_epochs_that_end_before_the_steps_still_give_a_checkpoint(tmp_path, model):

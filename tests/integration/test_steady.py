@@ -76,6 +76,9 @@ def test_a_run_goes_on_with_its_coefficient_and_beside_its_own_reference_alone(r
     original = weights.read_bytes()
     make_tiny_model(kept, seed=1)
     done = start(config, launcher="single")
+    assert done.returncode == 2 and f"the model in {kept} is not the one that it began with" in done.stderr
+    checkpoint = max((runs["half"] / "run" / "checkpoints").glob("step_??????"))
+    done = start(config, f"run.resume={checkpoint}", f"run.folder={runs['half']}/other", launcher="single")
     assert done.returncode == 2
     assert "is not the one that this run began with: its files have changed since" in done.stderr
     weights.write_bytes(original)

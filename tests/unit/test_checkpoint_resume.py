@@ -34,9 +34,11 @@ def group() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def resolve_resume(folder: Path, rule: str, identity: dict[str, Any], group: dist.ProcessGroup) -> Path | None:
+def resolve_resume(
+    folder: Path, rule: str, identity: dict[str, Any], group: dist.ProcessGroup, model: str = "digest"
+) -> Path | None:
     with ExitStack() as opened:
-        return resume.resolve_resume(folder, rule, identity, group, opened)
+        return resume.resolve_resume(folder, rule, identity, model, group, opened)
 
 
 def checkpoint(folder: Path, step: int, order: int) -> Path:
@@ -109,14 +111,14 @@ def test_a_run_of_an_older_version_goes_on(tmp_path: Path, group: dist.ProcessGr
 def test_one_run_at_a_time(tmp_path: Path, group: dist.ProcessGroup, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resume, "_LEAVING_S", 0.1)
     with ExitStack() as opened:
-        resume.resolve_resume(tmp_path / "a", "auto", IDENTITY, group, opened)
+        resume.resolve_resume(tmp_path / "a", "auto", IDENTITY, "digest", group, opened)
         with pytest.raises(
             UserError, match=rf"another run is at work in .*/a \(pid {os.getpid()} on .*\): wait for it"
         ):
             resolve_resume(tmp_path / "a", "auto", IDENTITY, group)
     resolve_resume(tmp_path / "a", "auto", IDENTITY, group)  # it has ended, or was killed
     with ExitStack() as opened:
-        resume.resolve_resume(tmp_path / "a", "auto", IDENTITY, group, opened)
+        resume.resolve_resume(tmp_path / "a", "auto", IDENTITY, "digest", group, opened)
         with pytest.raises(UserError, match="another run is at work"):
             resolve_resume(tmp_path / "a", "auto", IDENTITY, group)
 
@@ -177,3 +179,18 @@ def test_identity_is_what_the_run_learns_from() -> None:
     assert identity(train={"steps": 5}) == base
     cosine = OptimizerConfig(schedule="cosine")
     assert identity(train={"steps": 5, "optimizer": cosine}) != identity(train={"steps": 6, "optimizer": cosine})
+
+
+def test_another_model_of_the_same_path_and_where_the_run_ended(tmp_path: Path, group: dist.ProcessGroup) -> None:
+    run = tmp_path / "a"
+    resolve_resume(run, "auto", IDENTITY, group)
+    assert not resume.is_finished(run, 0, group)
+    resume.mark_finished(run, 20)
+    assert resume.is_finished(run, 20, group) and not resume.is_finished(run, 10, group)
+    resolve_resume(run, "auto", IDENTITY, group)  # the mark leaves the rest as it was
+    with pytest.raises(UserError, match=r"a belongs to another run: the model in m is not the one that it began with"):
+        resolve_resume(run, "auto", IDENTITY, group, model="another")
+    content = json.loads((run / "run.json").read_text())
+    del content["model"]  # of an older run
+    (run / "run.json").write_text(json.dumps(content))
+    resolve_resume(run, "auto", IDENTITY, group, model="another")

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 from spmd_rl.config.errors import UserError
+from spmd_rl.config.model_folder import model_identity, weights_identity
 from spmd_rl.config.schema import ModelConfig
 from spmd_rl.engines.train import lora
 from tests.tiny_model import make_tiny_model
@@ -130,8 +131,17 @@ def test_alpha_is_twice_the_rank_where_it_is_not_given(qwen: Path) -> None:
     assert lora.lora_config(ModelConfig(path=str(qwen), lora_rank=4, lora_alpha=1.0)).lora_alpha == 1
 
 
-def test_the_identity_of_a_base_is_its_content(qwen: Path, tmp_path: Path) -> None:
+def test_the_identity_of_a_model_is_its_content(qwen: Path, tmp_path: Path) -> None:
     copy = shutil.copytree(qwen, tmp_path / "copy")
-    assert lora.base_identity(str(copy)) == lora.base_identity(str(qwen))
+    assert weights_identity(str(copy)) == weights_identity(str(qwen))
+    assert model_identity(str(copy)) == model_identity(str(qwen))
     other = make_tiny_model(tmp_path / "other", seed=1)
-    assert lora.base_identity(str(other)) != lora.base_identity(str(qwen))
+    assert weights_identity(str(other)) != weights_identity(str(qwen))
+    assert model_identity(str(other)) != model_identity(str(qwen))
+    (copy / "README.md").write_text("as good as before")
+    assert model_identity(str(copy)) == model_identity(str(qwen))
+    (copy / "chat_template.jinja").write_text("{{ messages }}")
+    assert weights_identity(str(copy)) == weights_identity(str(qwen))
+    assert model_identity(str(copy)) != model_identity(str(qwen))
+    with pytest.raises(UserError, match=r"model.path=.*gone can't be read: No such file or directory: .*config.json"):
+        model_identity(str(tmp_path / "gone"))

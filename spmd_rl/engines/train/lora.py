@@ -6,10 +6,8 @@ The layers are PEFT's. The rollout engine, the export and everyone else see W + 
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -23,7 +21,6 @@ from spmd_rl.engines.train.model import decoder_layers, load_config
 
 _ADAPTER = "default"  # PEFT's own name for the only one
 _BASE, _A, _B = ".base_layer.", ".lora_A.", ".lora_B."
-_SAMPLES, _SAMPLE_BYTES = 64, 1 << 14
 
 
 def lora_config(settings: ModelConfig, bare: bool = False) -> Any:
@@ -131,23 +128,6 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
     finally:
         for layer in layers:
             layer._disable_adapters = False
-
-
-def base_identity(path: str) -> str:
-    """A digest of the model folder: config.json, and names, sizes and samples of the weight files.
-
-    A few MiB are read, however large the model. An adapter means nothing beside another base.
-    """
-    folder = Path(path)
-    digest = hashlib.blake2b((folder / "config.json").read_bytes(), digest_size=16)
-    for file in sorted(folder.glob("*.safetensors")):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}".encode())
-        with file.open("rb") as stream:
-            for index in range(_SAMPLES):
-                stream.seek(index * max(size - _SAMPLE_BYTES, 0) // (_SAMPLES - 1))
-                digest.update(stream.read(_SAMPLE_BYTES))
-    return digest.hexdigest()
 
 
 def _linear_layers(model: PreTrainedModel) -> dict[str, nn.Module]:

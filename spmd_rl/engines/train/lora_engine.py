@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from spmd_rl.config.model_folder import weights_identity
 from spmd_rl.config.schema import Config
 from spmd_rl.data.batch import Batch
 from spmd_rl.engines.train import lora
@@ -26,7 +27,7 @@ class LoraEngine(TrainEngine):
         self._lora = lora.lora_config(config.model)
         model = super()._load(config, trainable)
         lora.add_adapters(model, self._lora, compute_dtype(config), config.run.seed)
-        self._base = lora.base_identity(config.model.path)
+        self._base = weights_identity(config.model.path)
         return model
 
     def _whole_weights(self, gathered: bool) -> Iterator[tuple[str, Tensor]]:
